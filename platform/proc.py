@@ -1,0 +1,209 @@
+"""Processes as /proc shows them. Every reader copes with a process that ends meanwhile.
+
+Only processes that live are told: one that ended and waits to be reaped cannot run, fork or be
+killed. A process whose first thread has ended while others run looks like one of those (state Z)
+and is not: it is told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from stockade.platform import _libc
+from stockade.platform._libc import translated
+
+PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class Process(NamedTuple):
+    """One line of /proc/PID/stat, proc_pid_stat(5).
+
+    Attributes:
+        started_ticks: clock ticks after boot; with the pid it names a process for good.
+    """
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+    threads: int
+    started_ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        """False for a process that only waits to be reaped."""
+        return self.state not in "ZX" or self.threads > 1
+
+
+def boot_id() -> str:
+    """A text that differs after every boot of the host."""
+    with translated("read", "/proc/sys/kernel/random/boot_id"):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process(pid: int) -> Process | None:
+    """The process, also one that waits to be reaped; None when there is none."""
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
+        return None
+    # The name stands in parentheses and may hold spaces, parentheses and newlines itself.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Process(
+        pid=pid,
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        threads=int(fields[17]),
+        started_ticks=int(fields[19]),
+    )
+
+
+def start_time_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks after boot; None when there is none."""
+    found = process(pid)
+    return None if found is None else found.started_ticks
+
+
+def process_group_and_session(pid: int) -> tuple[int, int] | None:
+    """Its process group and session, None when there is no such process."""
+    found = process(pid)
+    return None if found is None else (found.group, found.session)
+
+
+def all_processes() -> dict[int, Process]:
+    """Every live process of our pid namespace, by pid: a picture taken over some milliseconds."""
+    found = (process(pid) for pid in _pids())
+    return {one.pid: one for one in found if one is not None and one.is_alive}
+
+
+def children(pid: int) -> list[int]:
+    """Live processes whose parent is ``pid``."""
+    return [one.pid for one in all_processes().values() if one.parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
+    """Live children, their children, and so on, parents before children; ``pid`` is not in it.
+
+    A process whose parent has ended belongs to the nearest subreaper and is not found below
+    its old ancestors.
+    """
+    by_parent: dict[int, list[int]] = {}
+    for one in all_processes().values():
+        by_parent.setdefault(one.parent, []).append(one.pid)
+    found = list(by_parent.get(pid, ()))
+    seen = {pid, *found}
+    for parent in found:  # grows while it is walked
+        # Pids may be used again while the picture is taken, so it can hold a circle.
+        new = [child for child in by_parent.get(parent, ()) if child not in seen]
+        seen.update(new)
+        found.extend(new)
+    return found
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Live processes of one session, setsid(2)."""
+    return [one.pid for one in all_processes().values() if one.session == session]
+
+
+def processes_of_uid(uid: int) -> list[int]:
+    """Live processes whose real, effective, saved or file-system uid is ``uid``."""
+    # The owner of /proc/PID would be cheaper, but is the effective uid alone.
+    wanted = b"%d" % uid
+    found = []
+    for pid in _pids():
+        for line in _read(f"/proc/{pid}/status").splitlines():
+            if line.startswith(b"Uid:"):
+                if wanted in line.split()[1:]:
+                    one = process(pid)
+                    if one is not None and one.is_alive:
+                        found.append(pid)
+                break
+    return found
+
+
+def memory_bytes(pids: Iterable[int]) -> int:
+    """Memory that these processes hold together, in RAM or swapped out.
+
+    A page that several of them share counts once (proportional set size, Linux 4.14) where we may
+    look; where we may not, the resident set counts, shared pages with it.
+    """
+    total = 0
+    counted: dict[int, bytes] = {}
+    for pid in pids:
+        rollup = _rollup(pid)
+        if rollup is None:
+            statm = _read(f"/proc/{pid}/statm").split()
+            total += int(statm[1]) * PAGE_BYTES if statm else 0
+            continue
+        # The first line holds the ends of the address space. Equal ends: a copy, or the very same
+        # memory, as a vfork child has until it execs. Counted twice, every posix_spawn of a large
+        # program would look like twice its size.
+        ends, _, numbers = rollup.partition(b"\n")
+        if ends and ends in counted.values() and _shares_memory_with_parent(pid, counted):
+            continue
+        counted[pid] = ends
+        total += 1024 * sum(
+            int(line.split()[1])
+            for line in numbers.splitlines()
+            if line.startswith((b"Pss:", b"SwapPss:"))
+        )
+    return total
+
+
+def _rollup(pid: int) -> bytes | None:
+    """smaps_rollup, empty for a process that is gone; None when we may not look."""
+    try:
+        rollup = _read_or_raise(f"/proc/{pid}/smaps_rollup")
+        if rollup:
+            return rollup
+        # The first thread may have ended and given up the memory that the others go on using.
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            rollup = _read_or_raise(f"/proc/{pid}/task/{thread}/smaps_rollup")
+            if rollup:
+                return rollup
+    except PermissionError:
+        return None
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return b""
+
+
+def _shares_memory_with_parent(pid: int, counted: Container[int]) -> bool:
+    found = process(pid)
+    return found is not None and found.parent in counted and _libc.share_memory(pid, found.parent)
+
+
+def _pids() -> Iterator[int]:
+    with translated("open", "/proc"), os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name)
+
+
+def _read(path: str) -> bytes:
+    """The file, or nothing when the process is gone or not ours to see."""
+    try:
+        return _read_or_raise(path)
+    except PermissionError:
+        return b""
+
+
+def _read_or_raise(path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+    try:
+        parts = []
+        while part := os.read(fd, 65536):
+            parts.append(part)
+        return b"".join(parts)
+    except ProcessLookupError:
+        return b""
+    finally:
+        os.close(fd)
