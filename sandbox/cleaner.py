@@ -1,0 +1,144 @@
+"""Clean-up of used slots, off the spawner's critical path.
+
+A work directory that the task left empty is removed at once. Any other is emptied by a child that
+runs as the slot's own uid: whatever the task built in there, nothing of it is touched as root.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from stockade.platform import clone
+from stockade.sandbox import cleanup
+from stockade.sandbox.loop import Loop
+from stockade.sandbox.places import Places
+from stockade.sandbox.tree import SlotGroups
+from stockade.sandbox.uids import UidPool
+
+log = logging.getLogger(__name__)
+
+_CHILDREN: Final = 2
+_GROUP_TRIES: Final = 50
+_GROUP_RETRY_S: Final = 0.05
+
+
+class Cleaner:
+    """Removes slots' groups and work directories, and gives their uids back when all is gone.
+
+    Args:
+        watch_child: registers a callback for the end of a child of ours, by pid, with its wait
+            status.
+    """
+
+    def __init__(
+        self, loop: Loop, places: Places, uids: UidPool | None,
+        watch_child: Callable[[int, Callable[[int], None]], None],
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._places = places
+        self._uids = uids
+        self._watch_child = watch_child
+        self._waiting: collections.deque[_Job] = collections.deque()
+        self._running = 0
+        self.pending = 0
+        self.set_aside: list[str] = []
+
+    def clean(
+        self, name: str, groups: SlotGroups | None, uid: int | None, uid_lock: int | None
+    ) -> None:
+        """Begins the clean-up of a slot of which nothing lives; returns at once."""
+        self.pending += 1
+        self._remove_groups(_Job(name, groups, uid, uid_lock), _GROUP_TRIES)
+
+    def _remove_groups(self, job: _Job, tries: int) -> None:
+        if job.groups is not None:
+            try:
+                job.groups.remove()
+            except OSError as error:
+                # EBUSY for a moment after the last process: retried with a bound.
+                if tries > 0:
+                    self._loop.call_later(
+                        _GROUP_RETRY_S, lambda: self._remove_groups(job, tries - 1)
+                    )
+                else:
+                    self._give_up(job, f"its cgroup: {error}")
+                return
+        try:
+            os.rmdir(job.name, dir_fd=self._places.work)
+        except FileNotFoundError:
+            self._done(job)
+        except OSError:
+            # Not empty, which only a look inside can change.
+            self._waiting.append(job)
+            self._start_children()
+        else:
+            self._done(job)
+
+    def _start_children(self) -> None:
+        while self._waiting and self._running < _CHILDREN:
+            job = self._waiting.popleft()
+            try:
+                owner = os.stat(job.name, dir_fd=self._places.work, follow_symlinks=False).st_uid
+                pid, pidfd = clone.clone3(0)
+            except OSError as error:
+                self._give_up(job, f"its work directory: {error}")
+                continue
+            if pid == 0:
+                # What the owner may not remove of its own (immutable files) is left to root.
+                _remove_in_child(self._places.work, job.name, 0 if job.as_root else owner)
+            os.close(pidfd)
+            self._running += 1
+            self._watch_child(pid, lambda _status, job=job: self._child_ended(job))  # type: ignore[misc]
+
+    def _child_ended(self, job: _Job) -> None:
+        self._running -= 1
+        try:
+            # The child could empty the directory but not take it from its parent, which is ours.
+            os.rmdir(job.name, dir_fd=self._places.work)
+        except FileNotFoundError:
+            self._done(job)
+        except OSError as error:
+            if os.geteuid() == 0 and not job.as_root:
+                job.as_root = True
+                self._waiting.append(job)
+            else:
+                self._give_up(job, f"its work directory: {error}")
+        else:
+            self._done(job)
+        self._start_children()
+
+    def _done(self, job: _Job) -> None:
+        self.pending -= 1
+        if job.uid is not None and self._uids is not None:
+            self._uids.give_back(job.uid, job.uid_lock)
+
+    def _give_up(self, job: _Job, why: str) -> None:
+        self.pending -= 1
+        self.set_aside.append(job.name)
+        log.error("cannot clean up slot %s: %s; it is set aside", job.name, why)
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    name: str
+    groups: SlotGroups | None
+    uid: int | None
+    uid_lock: int | None
+    as_root: bool = False
+
+
+def _remove_in_child(work_fd: int, name: str, uid: int) -> NoReturn:
+    """In a child: removes what it can of the directory, as ``uid``."""
+    try:
+        if os.geteuid() == 0 and uid != 0:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        cleanup.remove_tree(work_fd, os.fsencode(name))
+    finally:
+        os._exit(0)

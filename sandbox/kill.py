@@ -1,0 +1,142 @@
+"""Ending everything in a slot, and seeing that nothing is left.
+
+With a cgroup tree the kernel does both. Without one a slot's processes are found by parentage (the
+launcher is their subreaper), by session and, with a uid of the slot's own, by uid.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import signal
+from typing import Final, Protocol
+
+from stockade.platform import clone, pidfd, proc
+from stockade.platform.errors import SyscallError
+from stockade.sandbox.tree import SlotGroups
+
+log = logging.getLogger(__name__)
+
+# A round of kill(-1) in the reaper child; it stops by looking, this only bounds a lost race.
+_ROUNDS: Final = 1000
+
+
+class Reach(Protocol):
+    """What can find and kill a slot's processes, its launcher apart from them."""
+
+    def members(self) -> list[int]:
+        """The pids of the task's processes, the launcher not among them."""
+
+    def kill(self) -> None:
+        """SIGKILL to the task's processes; returns without waiting.
+
+        The launcher is left to reap them, to write down how the task ended, and to exit.
+        """
+
+    def kill_launcher_too(self) -> None:
+        """SIGKILL to everything in the slot: for a launcher that does not exit by itself."""
+
+    def gone(self) -> bool:
+        """Whether nothing of the slot lives, the launcher included."""
+
+
+class TreeReach:
+    """By cgroup: cgroup.kill misses nothing."""
+
+    def __init__(self, groups: SlotGroups, controllers: frozenset[str]) -> None:
+        self._groups = groups
+        self._controllers = controllers
+
+    def members(self) -> list[int]:
+        return self._groups.task.procs or []
+
+    def kill(self) -> None:
+        self._groups.kill_task(self._controllers)
+
+    def kill_launcher_too(self) -> None:
+        self._groups.kill(self._controllers)
+
+    def gone(self) -> bool:
+        try:
+            return not self._groups.populated
+        except SyscallError as error:
+            # Only an empty group can have been removed.
+            if error.errno in (errno.ENOENT, errno.ENODEV):
+                return True
+            raise
+
+
+class ScatteredReach:
+    """Without a tree: by parentage, session and uid.
+
+    Args:
+        launcher_pidfd: the launcher's, closed by its owner; -1 when it is known to be gone.
+        session: the task's session, which is its main process's pid; None before it started.
+        uid: the slot's own uid; None when tasks share the worker's.
+    """
+
+    def __init__(
+        self, launcher_pid: int, launcher_pidfd: int, session: int | None, uid: int | None
+    ) -> None:
+        self._launcher_pid = launcher_pid
+        self._launcher_pidfd = launcher_pidfd
+        self.session = session
+        self._uid = uid
+
+    def members(self) -> list[int]:
+        pids = set(proc.descendants(self._launcher_pid))
+        if self.session is not None:
+            pids.update(proc.processes_of_session(self.session))
+        if self._uid is not None:
+            pids.update(proc.processes_of_uid(self._uid))
+        # Never the launcher by this way, and never ourselves, whatever a recycled number says.
+        return sorted(pids - {self._launcher_pid, os.getpid()})
+
+    def kill(self) -> None:
+        if self._uid is not None:
+            _kill_uid(self._uid)
+        # Stop all first: what is stopped forks no more, so the second look misses less.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.members():
+                pidfd.checked_kill(pid, number)
+
+    def kill_launcher_too(self) -> None:
+        self.kill()
+        # Last, since it is by their parentage that most of them are found.
+        if self._launcher_pidfd >= 0 and not self.members():
+            pidfd.send_signal(self._launcher_pidfd, signal.SIGKILL)
+
+    def gone(self) -> bool:
+        if self._launcher_pidfd < 0:
+            return not self.members()
+        # A pidfd is readable once its process has ended; a pid could be somebody else's by now.
+        poll = select.poll()
+        poll.register(self._launcher_pidfd, select.POLLIN)
+        return bool(poll.poll(0)) and not self.members()
+
+
+def _kill_uid(uid: int) -> None:
+    """Kills all of a uid's processes, also ones that fork, exit and setsid for ever.
+
+    A child becomes the uid and signals -1 until it sees nobody else: the kernel then delivers to
+    every process at once, which no walk over pids can do. It returns 0 even when nobody was left,
+    so the child looks.
+    """
+    pid, child = clone.clone3(0)
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            for _ in range(_ROUNDS):
+                pidfd.kill_everything_of_uid(uid)
+                if all(other == os.getpid() for other in proc.processes_of_uid(uid)):
+                    break
+        finally:
+            os._exit(0)
+    try:
+        os.waitid(os.P_PIDFD, child, os.WEXITED)
+    finally:
+        os.close(child)

@@ -1,0 +1,85 @@
+"""How a task ended: a value, never an exception."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Self
+
+
+class Status(enum.StrEnum):
+    """The status that a terminal report carries."""
+
+    SUCCESS = "success"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a task did not succeed; schedulers match retry policies on it."""
+
+    NONE = ""
+    EXECUTE_FAILED = "execute_failed"
+    SIGNALED = "signaled"
+    OOM_KILLED = "oom_killed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    SPAWN_FAILED = "spawn_failed"
+    WORKER_LOST = "worker_lost"
+    UNSUPPORTED_TASK_TYPE = "unsupported_task_type"
+    INVALID_REQUEST = "invalid_request"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one task ended, and what it used. What does not apply, or is not known, is None.
+
+    Attributes:
+        reason: one human line; empty on success.
+        exit_code: 0 to 255, when the task's main process exited.
+        signal: for example ``SIGSEGV``, when a signal ended it.
+        wall_s: seconds from start to end, monotonic.
+        output_bytes: bytes the task printed in all, kept or not.
+        degraded: what this host could not enforce, by feature name.
+        started_at: Unix time in seconds, for people and schedulers.
+        finished_at: the same.
+    """
+
+    status: Status
+    error_code: ErrorCode = ErrorCode.NONE
+    reason: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    cpu_user_s: float | None = None
+    cpu_system_s: float | None = None
+    memory_peak_bytes: int | None = None
+    processes_peak: int | None = None
+    io_read_bytes: int | None = None
+    io_write_bytes: int | None = None
+    output_bytes: int | None = None
+    output_truncated: bool = False
+    profile: str | None = None
+    degraded: tuple[str, ...] = ()
+    started_at: float | None = None
+    finished_at: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary for ``json.dumps``; ``from_json`` takes it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """The outcome that ``to_json`` gave.
+
+        Raises:
+            TypeError: a field is unknown or missing.
+            ValueError: status or error_code is not one of ours.
+        """
+        fields = dict(fields)
+        fields["status"] = Status(fields["status"])
+        fields["error_code"] = ErrorCode(fields["error_code"])
+        fields["degraded"] = tuple(fields["degraded"])
+        return cls(**fields)

@@ -1,0 +1,133 @@
+"""The spawner's directories, opened once by descriptor and never followed by path again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+import stat
+from typing import Self
+
+from stockade.platform import proc
+from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.settings import SpawnerSettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Descriptors of directories, and their paths for those who cannot take a descriptor.
+
+    Attributes:
+        work: ``state_dir/work``: one directory a slot in it.
+        spawner: ``runtime_dir/spawner``: sockets.
+        record: ``runtime_dir/spawner/record``: one record a task.
+        output: ``runtime_dir/spawner/output``: one FIFO a slot.
+        token: names this life of the record directory; see protocol.Welcome.
+    """
+
+    work_path: str
+    spawner_path: str
+    work: int
+    spawner: int
+    record: int
+    output: int
+    token: str
+
+    @classmethod
+    def open(cls, settings: SpawnerSettings) -> Self:
+        """Makes what is missing and opens all.
+
+        Raises:
+            SandboxSetupError: one cannot be made, belongs to somebody else, or cannot be entered
+                by tasks.
+        """
+        work_path = os.path.join(settings.state_dir, "work")
+        spawner_path = os.path.join(settings.runtime_dir, "spawner")
+        work = _directory(work_path, 0o711)
+        if os.geteuid() == 0:
+            _check_reachable(work_path)
+        # Only the socket in here is for the supervisor, and sockets have modes of their own.
+        spawner = _directory(spawner_path, 0o711)
+        record = _directory(os.path.join(spawner_path, "record"), 0o700)
+        output = _directory(os.path.join(spawner_path, "output"), 0o700)
+        return cls(work_path, spawner_path, work, spawner, record, output, _token(spawner))
+
+    def lock(self) -> bool:
+        """Makes this process the one spawner in charge here; False when another one is.
+
+        A POSIX lock: it goes with the process, and children do not inherit it.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open("lock", flags, 0o600, dir_fd=self.spawner)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(fd)
+            return False
+        # Never closed again: closing any descriptor of the file would give the lock up.
+        return True
+
+    def work_directory(self, slot: str) -> str:
+        """The path of a slot's work directory."""
+        return os.path.join(self.work_path, slot)
+
+
+def _directory(path: str, mode: int) -> int:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, mode)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise SandboxSetupError(
+            f"open {path}", f"{error.strerror}: make it writable for the worker's user"
+        ) from error
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        os.close(fd)
+        raise SandboxSetupError(
+            f"use {path}",
+            f"it belongs to uid {found.st_uid}, not to {os.geteuid()}: "
+            "choose another state_dir or runtime_dir, or remove it",
+        )
+    # mkdir's mode went through the umask, and an older directory may be wider than it should be.
+    os.fchmod(fd, mode)
+    return fd
+
+
+def _check_reachable(path: str) -> None:
+    """A task's own uid must be able to enter its work directory: every parent needs o+x."""
+    parent = path
+    while parent != "/":
+        parent = os.path.dirname(parent)
+        if not stat.S_IMODE(os.stat(parent).st_mode) & stat.S_IXOTH:
+            raise SandboxSetupError(
+                f"use {path} for tasks",
+                f"{parent} cannot be entered by other users: "
+                f"chmod o+x {parent}, or choose another state_dir",
+            )
+
+
+def _token(spawner: int) -> str:
+    """The text in ``spawner/token``, made once a boot."""
+    boot_id = proc.boot_id()
+    try:
+        fd = os.open("token", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=spawner)
+    except FileNotFoundError:
+        pass
+    else:
+        with open(fd, encoding="ascii") as file:
+            token = file.read()
+        if token.startswith(boot_id + " ") and len(token) > len(boot_id) + 1:
+            return token
+    token = f"{boot_id} {secrets.token_hex(8)}"
+    fd = os.open(
+        "token.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600,
+        dir_fd=spawner,
+    )  # fmt: skip
+    os.write(fd, token.encode())
+    os.close(fd)
+    os.rename("token.new", "token", src_dir_fd=spawner, dst_dir_fd=spawner)
+    return token

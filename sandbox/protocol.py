@@ -1,0 +1,296 @@
+"""The supervisor's and the spawner's protocol: every message, both ends' types.
+
+Transport: one SOCK_SEQPACKET Unix socket, ``runtime_dir/spawner/N.sock``. A message is one packet:
+a JSON object ``{"type": NAME, ...fields}`` of at most 64 KiB, with at most 200 descriptors.
+
+The supervisor speaks first: Hello, answered by Welcome or Refused. Then, in any order:
+
+    supervisor -> spawner                     spawner -> supervisor
+    Start (seq, descriptors)                  Started (descriptor), later Ended; or Ended alone
+    Cancel (seq)                              (nothing: Ended follows)
+    Acknowledge (seq)                         (nothing: the record is removed)
+    List (after)                              Listed (page of tasks, with output pipes)
+    Finish ()                                 (nothing: the spawner ends when nothing is left)
+
+One supervisor at a time: a second connection that says Hello replaces the first. Whatever the
+supervisor did not acknowledge is told again after the next Hello, on request by List.
+A Start for a seq that is known is not run again: it is answered as List would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, ClassVar, Final, Self
+
+from stockade.sandbox.errors import ProtocolError
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.outcome import Outcome
+
+PROTOCOL_VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 64 * 1024
+MAX_DESCRIPTORS: Final = 200
+LIST_PAGE: Final = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a supervisor. ``software`` is its version, for the log."""
+
+    type: ClassVar[str] = "hello"
+    version: int
+    software: str
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Welcome:
+    """The spawner's answer to Hello.
+
+    Attributes:
+        generation: N of N.sock.
+        token: names the record directory's life (boot id and a random part). A supervisor that
+            journalled another token must take records that are absent for lost, not for unstarted.
+        tasks: how many tasks List will tell.
+        degraded: what this host cannot enforce, for every task.
+    """
+
+    type: ClassVar[str] = "welcome"
+    version: int
+    software: str
+    pid: int
+    generation: int
+    token: str
+    tasks: int
+    degraded: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**{**fields, "degraded": tuple(fields["degraded"])})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Run one task in a fresh slot.
+
+    Descriptors, in order: a sealed memfd with the ``argc`` argument strings and then the ``envc``
+    environment strings (``K=V``), each ended by NUL; one sealed memfd for each of ``files``; and,
+    when ``own_stdio``, three descriptors that become the task's 0, 1 and 2 (else 0 is /dev/null and
+    1 and 2 are the slot's output pipe).
+
+    Attributes:
+        seq: the journal's row number; names the record.
+        files: names, without a slash, of files to put in the work directory, 0600, the task's.
+        directory: absolute working directory, or None for the slot's work directory. HOME, TMPDIR
+            and PWD of the task are the slot's work directory either way and set by the spawner.
+        profile: ``process`` (until others are supported).
+    """
+
+    type: ClassVar[str] = "start"
+    seq: int
+    argc: int
+    envc: int
+    files: tuple[str, ...]
+    own_stdio: bool
+    directory: str | None
+    profile: str
+    limits: Limits
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(
+            **{
+                **fields,
+                "files": tuple(fields["files"]),
+                "limits": Limits.from_json(fields["limits"]),
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """The task's program runs. Carries the output pipe's read end unless the Start had own_stdio.
+
+    Attributes:
+        pid: the task's main process, in the host's pid namespace.
+        slot: the slot's name.
+        started_at: Unix time in seconds.
+    """
+
+    type: ClassVar[str] = "started"
+    seq: int
+    pid: int
+    slot: str
+    started_at: float
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """The task ended and nothing of it lives (or the outcome's reason says what does).
+
+    All its output is in the pipe. The output fields of the outcome are the supervisor's to fill in.
+    Carries the output pipe's read end when no Started told it before on this connection.
+    """
+
+    type: ClassVar[str] = "ended"
+    seq: int
+    outcome: Outcome
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(seq=fields["seq"], outcome=Outcome.from_json(fields["outcome"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancel:
+    """Terminate the task: SIGTERM, grace, kill. For a seq that is unknown or ended: nothing."""
+
+    type: ClassVar[str] = "cancel"
+    seq: int
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """The outcome is journalled: its record may go."""
+
+    type: ClassVar[str] = "acknowledge"
+    seq: int
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class List:
+    """Tell the tasks with seq > ``after``, lowest first, one page."""
+
+    type: ClassVar[str] = "list"
+    after: int
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedTask:
+    """One task the spawner knows. ``outcome`` is None while it lives.
+
+    ``has_output`` says that the message carries this task's output pipe, in the order of the list.
+    """
+
+    seq: int
+    pid: int
+    slot: str
+    started_at: float
+    has_output: bool
+    outcome: Outcome | None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        outcome = fields["outcome"]
+        return cls(**{**fields, "outcome": None if outcome is None else Outcome.from_json(outcome)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listed:
+    """A page of tasks; ``more`` says whether to ask again after the last seq."""
+
+    type: ClassVar[str] = "listed"
+    tasks: tuple[ListedTask, ...]
+    more: bool
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(
+            tasks=tuple(ListedTask.from_json(task) for task in fields["tasks"]),
+            more=fields["more"],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """No more Starts will come from this supervisor. Sent at a clean stop.
+
+    The spawner ends as soon as no task lives and every outcome is acknowledged, instead of waiting
+    for a next supervisor.
+    """
+
+    type: ClassVar[str] = "finish"
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused:
+    """The spawner cannot do what the last message asked; the connection is closed after it."""
+
+    type: ClassVar[str] = "refused"
+    reason: str
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
+
+
+Message = (
+    Hello
+    | Welcome
+    | Start
+    | Started
+    | Ended
+    | Cancel
+    | Acknowledge
+    | List
+    | Listed
+    | Finish
+    | Refused
+)
+
+_TYPES: Final[dict[str, type[Message]]] = {
+    message.type: message
+    for message in (
+        Hello, Welcome, Start, Started, Ended, Cancel, Acknowledge, List, Listed, Finish, Refused,
+    )
+}  # fmt: skip
+
+
+def encode(message: Message) -> bytes:
+    """One packet.
+
+    Raises:
+        ProtocolError: it would be longer than MAX_MESSAGE_BYTES.
+    """
+    packet = json.dumps({"type": message.type, **dataclasses.asdict(message)}).encode()
+    if len(packet) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"cannot send {message.type}: {len(packet)} bytes, the limit is {MAX_MESSAGE_BYTES}"
+        )
+    return packet
+
+
+def decode(packet: bytes) -> Message:
+    """The message in one packet.
+
+    Raises:
+        ProtocolError: it is not one of ours, or a field is missing, unknown or of another type.
+    """
+    try:
+        fields = json.loads(packet)
+        return _TYPES[fields.pop("type")].from_json(fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"cannot read a message of {len(packet)} bytes: {error!r}") from error

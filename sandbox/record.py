@@ -1,0 +1,208 @@
+"""A task's record on disk: what whoever comes next needs to know about it.
+
+``runtime_dir/spawner/record/SEQ``, appended to by the spawner and by the launcher, one write a
+line, each line a word and its fields:
+
+    slot JSON                       the spawner, before the start: see SlotRecord
+    started PID MONOTONIC_NS UNIX_NS                        the launcher, before the task's exec
+    failed STEP ERRNO                                       the launcher: the task never ran
+    cause CAUSE TEXT                the spawner, before it terminates or kills: see Cause
+    ended STATUS UTIME_US STIME_US MAXRSS_KB INBLOCK OUBLOCK MONOTONIC_NS UNIX_NS
+    outcome JSON                    the spawner, when nothing of the task lives
+
+A record is removed when the supervisor has acknowledged the outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+from typing import Any, Self
+
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.outcome import Outcome
+
+
+class Cause(enum.StrEnum):
+    """Why the spawner ended a task; the first one stands."""
+
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    MEMORY = "memory"
+    START_DEADLINE = "start_deadline"
+    LOST = "lost"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """What a later spawner needs to find, kill and judge the task.
+
+    Attributes:
+        launcher_pid: in the spawner's pid namespace.
+        launcher_start: its start time in ticks since boot (proc(5) field 22): together with the
+            boot id it tells the launcher from a later process of the same pid.
+        cgroup: absolute path of the slot's group, or None without a tree.
+        uid: the slot's own uid, or None without root.
+    """
+
+    seq: int
+    slot: str
+    boot_id: str
+    launcher_pid: int
+    launcher_start: int
+    cgroup: str | None
+    uid: int | None
+    profile: str
+    limits: Limits
+    own_stdio: bool
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**{**fields, "limits": Limits.from_json(fields["limits"])})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartedLine:
+    """The task's main process exists. Times in seconds."""
+
+    pid: int
+    monotonic: float
+    unix: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailedLine:
+    """A step before the task's program failed."""
+
+    step: str
+    errno: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedLine:
+    """The main process's end: its wait status and rusage, its waited-for children included."""
+
+    status: int
+    user_s: float
+    system_s: float
+    maxrss_bytes: int
+    read_bytes: int
+    write_bytes: int
+    monotonic: float
+    unix: float
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """All that a record's file says so far."""
+
+    slot: SlotRecord | None = None
+    started: StartedLine | None = None
+    failed: FailedLine | None = None
+    cause: Cause | None = None
+    cause_text: str = ""
+    ended: EndedLine | None = None
+    outcome: Outcome | None = None
+
+
+def parse(content: bytes) -> Record:
+    """What the lines say. A last line without its newline (power loss) is not taken.
+
+    Raises:
+        ValueError: a complete line is not one of ours.
+    """
+    record = Record()
+    for line in content.split(b"\n")[:-1]:
+        word, _, rest = line.decode("utf-8", "replace").partition(" ")
+        match word:
+            case "slot":
+                record.slot = SlotRecord.from_json(json.loads(rest))
+            case "started":
+                pid, monotonic_ns, unix_ns = map(int, rest.split())
+                record.started = StartedLine(pid, monotonic_ns / 1e9, unix_ns / 1e9)
+            case "failed":
+                step, number = rest.split()
+                record.failed = FailedLine(step, int(number))
+            case "cause":
+                # The first cause stands, whoever wrote a second one after a takeover.
+                if record.cause is None:
+                    cause, _, record.cause_text = rest.partition(" ")
+                    record.cause = Cause(cause)
+            case "ended":
+                record.ended = _ended(rest)
+            case "outcome":
+                record.outcome = Outcome.from_json(json.loads(rest))
+            case _:
+                raise ValueError(f"cannot read a record: unknown line {line[:80]!r}")
+    return record
+
+
+def _ended(rest: str) -> EndedLine:
+    status, user_us, system_us, maxrss_kb, inblock, oublock, monotonic_ns, unix_ns = map(
+        int, rest.split()
+    )
+    return EndedLine(
+        status=status,
+        user_s=user_us / 1e6,
+        system_s=system_us / 1e6,
+        maxrss_bytes=maxrss_kb * 1024,
+        read_bytes=inblock * 512,
+        write_bytes=oublock * 512,
+        monotonic=monotonic_ns / 1e9,
+        unix=unix_ns / 1e9,
+    )
+
+
+class RecordFile:
+    """One record, open for appending and reading."""
+
+    def __init__(self, directory_fd: int, seq: int, flags: int) -> None:
+        self.seq = seq
+        self._directory_fd = directory_fd
+        self.fd = os.open(
+            str(seq), os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600,
+            dir_fd=directory_fd,
+        )  # fmt: skip
+
+    @classmethod
+    def create(cls, directory_fd: int, seq: int) -> Self:
+        """A new record.
+
+        Raises:
+            FileExistsError: this seq has one: it must not be started again.
+        """
+        return cls(directory_fd, seq, os.O_CREAT | os.O_EXCL)
+
+    @classmethod
+    def open(cls, directory_fd: int, seq: int) -> Self:
+        """The record that an earlier spawner made."""
+        return cls(directory_fd, seq, 0)
+
+    def read(self) -> Record:
+        """What it says now."""
+        return parse(os.pread(self.fd, 1 << 20, 0))
+
+    def append_slot(self, slot: SlotRecord) -> None:
+        self._append("slot", json.dumps(dataclasses.asdict(slot)))
+
+    def append_cause(self, cause: Cause, text: str) -> None:
+        self._append("cause", f"{cause} {text}".rstrip().replace("\n", " "))
+
+    def append_outcome(self, outcome: Outcome) -> None:
+        self._append("outcome", json.dumps(outcome.to_json()))
+
+    def _append(self, word: str, rest: str) -> None:
+        line = f"{word} {rest}\n".encode()
+        written = os.write(self.fd, line)
+        if written != len(line):
+            raise OSError(f"cannot write record {self.seq}: {written} of {len(line)} bytes written")
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def remove(self) -> None:
+        """Closes and deletes it."""
+        self.close()
+        os.unlink(str(self.seq), dir_fd=self._directory_fd)

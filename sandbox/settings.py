@@ -1,0 +1,55 @@
+"""What a spawner is told when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Self
+
+
+class Lifetime(enum.StrEnum):
+    """How long a spawner lives when its supervisor goes away.
+
+    LASTING: tasks go on and wait for the next supervisor; a standby stands by.
+    EPHEMERAL: everything is killed and the spawner ends; no standby (``stockade run``).
+    """
+
+    LASTING = "lasting"
+    EPHEMERAL = "ephemeral"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpawnerSettings:
+    """One worker's places and users, as the spawner needs them.
+
+    Attributes:
+        worker_id: names the cgroup; any text, made safe there.
+        runtime_dir: absolute; ``spawner/`` is made in it.
+        state_dir: absolute; ``work/`` is made in it.
+        supervisor_uid: the user that may connect, besides root and the spawner's own.
+        supervisor_gid: its group.
+        uid_min: first uid of the range that slots take theirs from, when root. The first two are
+            the launchers' own.
+        uid_max: last uid of that range.
+        lifetime: see Lifetime.
+    """
+
+    worker_id: str
+    runtime_dir: str
+    state_dir: str
+    supervisor_uid: int
+    supervisor_gid: int
+    uid_min: int
+    uid_max: int
+    lifetime: Lifetime = Lifetime.LASTING
+
+    def to_json(self) -> str:
+        """One line of JSON; ``from_json`` takes it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The settings that ``to_json`` gave."""
+        fields = json.loads(text)
+        return cls(**{**fields, "lifetime": Lifetime(fields["lifetime"])})

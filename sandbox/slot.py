@@ -1,0 +1,250 @@
+"""A slot: the resources of one task, made ready before the task arrives, used once.
+
+A slot has a cgroup, a uid (as root), a work directory, an output FIFO, and a launcher that waits in
+it. ``make`` prepares all of that; ``launch`` hands the launcher its message; ``release`` gives back
+what is left when nothing of the task lives any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Final, NoReturn
+
+from stockade.platform import clone, files, proc
+from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.launch_message import GO, LaunchMessage, encode
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.places import Places
+from stockade.sandbox.tree import SlotGroups, Tree
+from stockade.sandbox.uids import UidPool
+
+# Descriptors are first copied above this number, so that none is overwritten before it was moved.
+_PARKED: Final = 64
+
+# What the child says on the channel when it cannot even become a launcher; then a text.
+SETUP_FAILED: Final = b"!"
+
+
+@dataclasses.dataclass(slots=True)
+class Slot:
+    """One slot, ready or in use.
+
+    Attributes:
+        name: ``N-K``: the spawner's generation and a counter.
+        channel: our end of the launcher's socketpair; None after a takeover.
+        message_fd: the memfd that the launcher reads its message from; closed at launch.
+        output_fd: a read end of the output FIFO, held so that nothing printed is lost while no
+            supervisor reads.
+    """
+
+    name: str
+    uid: int | None
+    uid_lock: int | None
+    groups: SlotGroups | None
+    launcher_pid: int
+    launcher_start: int
+    launcher_pidfd: int
+    channel: socket.socket | None
+    message_fd: int
+    output_fd: int
+
+
+class SlotMaker:
+    """Makes slots for one spawner."""
+
+    def __init__(
+        self, places: Places, tree: Tree | None, uids: UidPool | None, launcher_fd: int,
+        generation: int,
+    ) -> None:  # fmt: skip
+        self._places = places
+        self._tree = tree
+        self._uids = uids
+        self._launcher_fd = launcher_fd
+        self._generation = generation
+        self._counter = 0
+
+    def make(self, limits: Limits) -> Slot:
+        """A fresh slot with its launcher waiting.
+
+        Raises:
+            SandboxSetupError: naming the step; everything made for it is taken back.
+        """
+        step = "make a work directory"
+        try:
+            with contextlib.ExitStack() as undo:
+                name, work_fd = self._work_directory()
+                undo.callback(os.rmdir, name, dir_fd=self._places.work)
+                with _closing(work_fd):
+                    uid = lock = None
+                    if self._uids is not None:
+                        step = "give the task a uid"
+                        uid, lock = self._uids.take()
+                        undo.callback(self._uids.give_back, uid, lock)
+                        os.fchown(work_fd, uid, uid)
+
+                groups = None
+                if self._tree is not None:
+                    step = "make a cgroup"
+                    groups = self._tree.slot(name)
+                    undo.callback(groups.remove)
+                    groups.create(self._tree.controllers, limits)
+
+                step = "make an output pipe"
+                read_end, write_end = self._output(name, uid)
+                undo.callback(os.unlink, name, dir_fd=self._places.output)
+                undo.callback(os.close, read_end)
+
+                step = "start a launcher"
+                with _closing(write_end):
+                    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    undo.callback(ours.close)
+                    ours.setblocking(False)
+                    message_fd = os.memfd_create("stockade-launch", os.MFD_CLOEXEC)
+                    undo.callback(os.close, message_fd)
+                    with theirs:
+                        given = (write_end, theirs.fileno(), message_fd, read_end, lock)
+                        pid, pidfd = self._clone(groups, given)
+                undo.pop_all()
+        except OSError as error:
+            raise SandboxSetupError(step, str(error)) from error
+        return Slot(
+            name=name,
+            uid=uid,
+            uid_lock=lock,
+            groups=groups,
+            launcher_pid=pid,
+            # Our own child, not yet reaped: its entry in /proc cannot be missing.
+            launcher_start=proc.start_time_ticks(pid) or 0,
+            launcher_pidfd=pidfd,
+            channel=ours,
+            message_fd=message_fd,
+            output_fd=read_end,
+        )
+
+    def _work_directory(self) -> tuple[str, int]:
+        while True:
+            self._counter += 1
+            name = f"{self._generation}-{self._counter}"
+            try:
+                os.mkdir(name, 0o700, dir_fd=self._places.work)
+            except FileExistsError:
+                # Set aside by an earlier life of this generation.
+                continue
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return name, os.open(name, flags, dir_fd=self._places.work)
+
+    def _output(self, name: str, uid: int | None) -> tuple[int, int]:
+        directory = self._places.output
+        files.make_fifo_at(directory, name, 0o600)
+        if uid is not None:
+            # The task may open /dev/stdout, which is this FIFO, anew.
+            os.chown(name, uid, uid, dir_fd=directory, follow_symlinks=False)
+        read_end = open_output(self._places, name)
+        try:
+            write_end = os.open(name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+        except OSError:
+            os.close(read_end)
+            raise
+        return read_end, write_end
+
+    def _clone(
+        self, groups: SlotGroups | None, given: tuple[int, int, int, int, int | None]
+    ) -> tuple[int, int]:
+        write_end, channel, message_fd, read_end, lock = given
+        init_fd = groups.init.open() if groups is not None else None
+        task_fd = groups.task.open() if groups is not None else None
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            table = (
+                null, write_end, write_end, channel, message_fd,
+                null if task_fd is None else task_fd, read_end, null if lock is None else lock,
+            )  # fmt: skip
+            pid, pidfd = clone.clone3(0, cgroup_fd=init_fd)
+            if pid == 0:
+                self._become_launcher(table, channel)
+            return pid, pidfd
+        finally:
+            for fd in (init_fd, task_fd, null):
+                if fd is not None:
+                    os.close(fd)
+
+    def _become_launcher(self, table: Sequence[int], channel: int) -> NoReturn:
+        """In the child: the steps of the slot, then exec. Python still, so kept short."""
+        step = "session"
+        try:
+            os.setsid()
+            step = "oom_score_adj"
+            # The unit may protect the worker (OOMScoreAdjust=-1000); tasks must not inherit that.
+            # Written with CAP_SYS_RESOURCE it is also the least that the task can set.
+            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+            os.write(fd, b"0")
+            os.close(fd)
+            step = "descriptors"
+            parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, _PARKED) for fd in table]
+            for target, fd in enumerate(parked):
+                os.dup2(fd, target)
+            step = "exec of the launcher"
+            os.execve(self._launcher_fd, ["stockade-launcher"], {})
+        except OSError as error:
+            text = f"{step}: {error.strerror}".encode()
+            with socket.socket(fileno=channel) as peer:
+                peer.send(SETUP_FAILED + text)
+        finally:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def open_output(places: Places, name: str) -> int:
+    """A read end of its own, non-blocking, of a slot's output FIFO."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(name, flags, dir_fd=places.output)
+
+
+def put_files(places: Places, slot: Slot, contents: Sequence[tuple[str, bytes]]) -> None:
+    """Writes files into the slot's work directory, 0600 and the task's, before the task starts.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    directory = os.open(slot.name, flags, dir_fd=places.work)
+    try:
+        for name, content in contents:
+            if "/" in name or name in ("", ".", ".."):
+                raise OSError(errno.EINVAL, "not a plain file name", name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o600, dir_fd=directory)
+            try:
+                files.write_all(fd, content)
+                if slot.uid is not None:
+                    os.fchown(fd, slot.uid, slot.uid)
+            finally:
+                os.close(fd)
+    finally:
+        os.close(directory)
+
+
+def launch(slot: Slot, message: LaunchMessage, record_fd: int, stdio: Sequence[int]) -> None:
+    """Hands the waiting launcher its message. Never waits, even for a stopped launcher.
+
+    Raises:
+        OSError: the launcher is gone.
+    """
+    assert slot.channel is not None
+    files.write_all(slot.message_fd, encode(message))
+    os.close(slot.message_fd)
+    slot.message_fd = -1
+    socket.send_fds(slot.channel, [GO], [record_fd, *stdio], socket.MSG_DONTWAIT)

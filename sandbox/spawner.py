@@ -1,0 +1,384 @@
+"""The spawner: creates task children, is their parent, enforces deadlines, kills, and reports.
+
+A small single-threaded process of its own that outlives a supervisor that crashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from stockade.platform import prctl, sockets
+from stockade.sandbox import capabilities, protocol, slot, standby
+from stockade.sandbox.children import Children
+from stockade.sandbox.cleaner import Cleaner
+from stockade.sandbox.connection import Connection
+from stockade.sandbox.errors import ProtocolError, SandboxSetupError
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.loop import Loop, Timer
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.places import Places
+from stockade.sandbox.record import Cause, RecordFile, SlotRecord
+from stockade.sandbox.settings import Lifetime, SpawnerSettings
+from stockade.sandbox.slot import SlotMaker
+from stockade.sandbox.starting import Starter, read_request
+from stockade.sandbox.task import Phase, Task
+from stockade.sandbox.tree import Tree
+from stockade.sandbox.uids import UidPool
+from stockade.sandbox.watchdog import Pace
+
+log = logging.getLogger(__name__)
+
+LAUNCHER: Final = Path(__file__).with_name("launcher")
+# Without a task, an unread record and a supervisor for this long, the spawner ends.
+IDLE_S: Final = 60.0
+# What a root spawner needs, and why; everything else is dropped at its start.
+CAPABILITIES: Final = frozenset(
+    {
+        "CAP_KILL",  # ends tasks that run as other uids
+        "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP",  # gives tasks their uid, takes capabilities away
+        "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE",  # work directories of other uids
+        "CAP_SYS_RESOURCE",  # raises limits, resets oom_score_adj
+        "CAP_SYS_PTRACE",  # reads the memory use of tasks where no controller counts it
+        "CAP_SYS_ADMIN",  # cgroups and namespaces
+        "CAP_LINUX_IMMUTABLE",  # removes files that a task made immutable
+    }
+)  # fmt: skip
+
+
+class Spawner:
+    """One spawner in charge: its tasks, its supervisor's connection, its standby."""
+
+    def __init__(self, settings: SpawnerSettings, places: Places, generation: int) -> None:
+        self.settings = settings
+        self.generation = generation
+        self.loop = Loop()
+        self.tasks: dict[int, Task] = {}
+        self.children = Children(self.loop)
+        self.places = places
+        host = capabilities.probe()
+        self.tree: Tree | None = None
+        if host.cgroup_parent is not None and host.cgroup_kill:
+            self.tree = Tree.set_up(Path(host.cgroup_parent), settings.worker_id)
+        self.controllers = self.tree.controllers if self.tree is not None else frozenset[str]()
+        self.host = dataclasses.replace(host, controllers=self.controllers)
+        self.uids: UidPool | None = None
+        if host.root:
+            self.uids = UidPool(settings.uid_min, settings.uid_max)
+            prctl.drop_capabilities(CAPABILITIES)
+        self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
+        self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
+        self._slots = SlotMaker(
+            self.places, self.tree, self.uids, self._launcher_fd, self.generation
+        )
+        self._starter = Starter(self.places, self.uids, self.controllers)
+        self._standby = standby.Standby(self.loop, self.children, settings, generation)
+        self._connection: Connection | None = None
+        self._listener: socket.socket | None = None
+        self._finishing = False
+        self._stopping = False
+        self._idle: Timer | None = None
+        self._watching = False
+        self._pace = Pace()
+
+    @property
+    def socket_path(self) -> str:
+        return os.path.join(self.places.spawner_path, f"{self.generation}.sock")
+
+    def listen(self) -> None:
+        """Opens the way in for supervisors and, where tasks outlive one, starts the standby."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.generation}.sock", dir_fd=self.places.spawner)
+        self._listener = sockets.listen_seqpacket(self.socket_path, 0o600)
+        if os.geteuid() != self.settings.supervisor_uid:
+            os.chown(self.socket_path, self.settings.supervisor_uid, self.settings.supervisor_gid)
+        self._listener.setblocking(False)
+        self.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+        if self.settings.lifetime is Lifetime.LASTING:
+            self._standby.start()
+        self._check_idle()
+
+    # The supervisor's connection.
+
+    def _accept(self, _events: int) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("cannot accept a supervisor: %s", error)
+            return
+        _, uid, _ = sockets.peer_credentials(sock)
+        if uid not in (0, os.geteuid(), self.settings.supervisor_uid):
+            log.warning("refused a connection by uid %d", uid)
+            sock.close()
+            return
+        Connection(self.loop, sock, self._received, self._closed)
+
+    def _closed(self, connection: Connection) -> None:
+        if connection is not self._connection:
+            return
+        self._connection = None
+        if self.settings.lifetime is Lifetime.EPHEMERAL:
+            self._finishing = True
+            for task in list(self.tasks.values()):
+                task.kill(Cause.CANCELLED, "cancelled: the supervisor is gone")
+                if task.phase is Phase.OVER:
+                    self._forget(task)
+        self._check_idle()
+
+    def _received(self, connection: Connection, message: protocol.Message, fds: list[int]) -> None:
+        try:
+            if isinstance(message, protocol.Hello):
+                self._hello(connection, message)
+            elif connection is not self._connection:
+                raise ProtocolError(f"cannot take {message.type} before hello")
+            else:
+                self._request(message, fds)
+        except ProtocolError as error:
+            log.error("%s", error)
+            connection.send(protocol.Refused(str(error)))
+            connection.close()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _hello(self, connection: Connection, hello: protocol.Hello) -> None:
+        if hello.version != protocol.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"cannot serve a supervisor of protocol version {hello.version}: this spawner has "
+                f"{protocol.PROTOCOL_VERSION}; let its tasks end first, then restart the worker"
+            )
+        previous, self._connection = self._connection, connection
+        if previous is not None:
+            previous.close()
+        self._finishing = False
+        self._check_idle()
+        log.info("supervisor connected, version %s", hello.software)
+        connection.send(
+            protocol.Welcome(
+                version=protocol.PROTOCOL_VERSION,
+                software=hello.software,
+                pid=os.getpid(),
+                generation=self.generation,
+                token=self.places.token,
+                tasks=len(self.tasks),
+                degraded=capabilities.features("process", Limits(), self.host),
+            )
+        )
+
+    def _request(self, message: protocol.Message, fds: list[int]) -> None:
+        match message:
+            case protocol.Start():
+                self._start(message, fds)
+            case protocol.Cancel():
+                task = self.tasks.get(message.seq)
+                if task is not None:
+                    task.terminate(Cause.CANCELLED, "cancelled")
+            case protocol.Acknowledge():
+                task = self.tasks.get(message.seq)
+                if task is not None and task.phase is Phase.OVER:
+                    self._forget(task)
+            case protocol.List():
+                self._list(message.after)
+            case protocol.Finish():
+                self._finishing = True
+                self._check_idle()
+            case _:
+                raise ProtocolError(f"cannot take {message.type} from a supervisor")
+
+    def _send(self, message: protocol.Message, fds: Sequence[int] = ()) -> None:
+        if self._connection is not None:
+            self._connection.send(message, fds)
+
+    # Starting a task.
+
+    def _start(self, start: protocol.Start, fds: list[int]) -> None:
+        known = self.tasks.get(start.seq)
+        if known is not None:
+            self._tell(known)
+            return
+        try:
+            degraded = capabilities.features(start.profile, start.limits, self.host)
+        except ValueError as error:
+            raise ProtocolError(f"cannot start task {start.seq}: {error}") from error
+        request = read_request(start, fds)
+        try:
+            made = self._slots.make(start.limits)
+        except SandboxSetupError as error:
+            outcome = Outcome(
+                Status.FAILED, ErrorCode.SPAWN_FAILED, str(error),
+                profile=start.profile, degraded=degraded,
+            )  # fmt: skip
+            self._send(protocol.Ended(start.seq, outcome))
+            return
+        header = SlotRecord(
+            seq=start.seq, slot=made.name, boot_id=self.places.token.split()[0],
+            launcher_pid=made.launcher_pid, launcher_start=made.launcher_start,
+            cgroup=str(made.groups.path) if made.groups is not None else None,
+            uid=made.uid, profile=start.profile, limits=start.limits, own_stdio=start.own_stdio,
+        )  # fmt: skip
+        # Before the launcher hears of the task: whoever comes next must be able to find it.
+        record = RecordFile.create(self.places.record, start.seq)
+        record.append_slot(header)
+        task = Task(
+            self.loop, self, made, record, header, controllers=self.controllers, degraded=degraded
+        )
+        self.tasks[start.seq] = task
+        self.children.watch(made.launcher_pid, lambda _status: task.launcher_exited())
+        task.follow()
+        try:
+            self._starter.hand_over(made, start, request, record.fd)
+        except (OSError, ValueError) as error:
+            task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
+        self._watch_memory()
+
+    # What happens to tasks (task.Observer).
+
+    def task_started(self, task: Task) -> None:
+        """Tells the supervisor, with the output pipe."""
+        if task.started is None:
+            return
+        message = protocol.Started(task.seq, task.started.pid, task.slot.name, task.started.unix)
+        self._send_with_output(message, task)
+
+    def task_over(self, task: Task) -> None:
+        """Tells the supervisor the outcome and begins the clean-up of the slot."""
+        assert task.outcome is not None
+        self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
+        used = task.slot
+        if task.survivors:
+            self.cleaner.set_aside.append(used.name)
+        else:
+            self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
+        if self._connection is None and self.settings.lifetime is Lifetime.EPHEMERAL:
+            self._forget(task)
+
+    def _send_with_output(self, message: protocol.Started | protocol.Ended, task: Task) -> None:
+        if task.header.own_stdio or task.slot.output_fd < 0:
+            self._send(message)
+            return
+        try:
+            fd = slot.open_output(self.places, task.slot.name)
+        except OSError as error:
+            log.error("cannot open the output of task seq=%d: %s", task.seq, error)
+            self._send(message)
+            return
+        try:
+            self._send(message, (fd,))
+        finally:
+            os.close(fd)
+
+    def _tell(self, task: Task) -> None:
+        if task.phase is Phase.OVER:
+            assert task.outcome is not None
+            self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
+        elif task.started is not None:
+            self.task_started(task)
+
+    def _forget(self, task: Task) -> None:
+        """The outcome is safe with the supervisor: record and output pipe may go."""
+        del self.tasks[task.seq]
+        if task.slot.output_fd >= 0:
+            os.close(task.slot.output_fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(task.slot.name, dir_fd=self.places.output)
+        task.record.remove()
+        self._check_idle()
+
+    def _list(self, after: int) -> None:
+        found = sorted(seq for seq in self.tasks if seq > after)
+        page = [self.tasks[seq] for seq in found[: protocol.LIST_PAGE]]
+        listed: list[protocol.ListedTask] = []
+        fds: list[int] = []
+        size = 0
+        for task in page:
+            has_output = task.slot.output_fd >= 0 and not task.header.own_stdio
+            entry = protocol.ListedTask(
+                seq=task.seq,
+                pid=task.started.pid if task.started is not None else 0,
+                slot=task.slot.name,
+                started_at=task.started.unix if task.started is not None else 0.0,
+                has_output=has_output,
+                outcome=task.outcome,
+            )
+            size += len(json.dumps(dataclasses.asdict(entry))) + 2
+            if size > protocol.MAX_MESSAGE_BYTES - 256 and listed:
+                break
+            if has_output:
+                fds.append(slot.open_output(self.places, task.slot.name))
+            listed.append(entry)
+        try:
+            self._send(protocol.Listed(tuple(listed), len(listed) < len(found)), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    # The watchdog, where the kernel does not count memory.
+
+    def _watch_memory(self) -> None:
+        if self._watching or "memory" in self.controllers:
+            return
+        self._watching = True
+        self.loop.call_later(self._pace.next_delay_s(), self._sample)
+
+    def _sample(self) -> None:
+        self._watching = False
+        self._pace.begin()
+        live = [task for task in self.tasks.values() if task.phase is not Phase.OVER]
+        for task in live:
+            if task.watch is not None and task.phase in (Phase.RUNNING, Phase.TERMINATING):
+                evidence = task.watch.sample()
+                if evidence is not None:
+                    task.kill(Cause.MEMORY, evidence)
+        if live:
+            self._watch_memory()
+
+    # Ending.
+
+    def finish(self) -> None:
+        """Ends as soon as no task is left."""
+        self._finishing = True
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Sets, or takes back, the end of a spawner that nobody needs."""
+        needed = bool(self.tasks) or (self._connection is not None and not self._finishing)
+        if needed:
+            if self._idle is not None:
+                self._idle.cancel()
+                self._idle = None
+        elif self._idle is None and not self._stopping:
+            delay_s = 0.0 if self._finishing else IDLE_S
+            self._idle = self.loop.call_later(delay_s, self._stop)
+        elif self._finishing and self._idle is not None:
+            self._idle.cancel()
+            self._idle = self.loop.call_later(0.0, self._stop)
+
+    def _stop(self) -> None:
+        self._idle = None
+        if self.cleaner.pending:
+            self._idle = self.loop.call_later(0.02, self._stop)
+            return
+        self._stopping = True
+        self._standby.dismiss(self._remove_traces)
+
+    def _remove_traces(self) -> None:
+        if self._listener is not None:
+            self.loop.unwatch(self._listener.fileno())
+            self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.generation}.sock", dir_fd=self.places.spawner)
+        if self.tree is not None:
+            self.tree.remove()
+        if self._connection is not None:
+            self._connection.close()
+        log.info("the spawner ends: nothing is left to do")
+        self.loop.stop()

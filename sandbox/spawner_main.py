@@ -1,0 +1,101 @@
+"""The spawner's program: ``python -I -m stockade.sandbox.spawner_main SETTINGS ...``.
+
+With ``--ready-fd N`` it is in charge at once and tells so on that descriptor; see start.py. With
+``--standby-for PID --generation N`` it waits for that spawner's death; see standby.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+
+from stockade.platform import prctl
+from stockade.platform.errors import StockadeError
+from stockade.sandbox import recovery, standby
+from stockade.sandbox.log import set_up as set_up_log
+from stockade.sandbox.places import Places
+from stockade.sandbox.settings import SpawnerSettings
+from stockade.sandbox.spawner import Spawner
+
+log = logging.getLogger(__name__)
+
+
+def _raise_nofile() -> None:
+    """Each live task costs the spawner a few descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _next_generation(settings: SpawnerSettings) -> int:
+    """One more than any generation that left a socket behind."""
+    directory = os.path.join(settings.runtime_dir, "spawner")
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return 1
+    found = [int(name[:-5]) for name in names if name.endswith(".sock") and name[:-5].isdigit()]
+    return max(found, default=0) + 1
+
+
+def _tell_starter(fd: int | None, answer: dict[str, object]) -> None:
+    if fd is not None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, json.dumps(answer).encode() + b"\n")
+        os.close(fd)
+
+
+def main() -> int:
+    """The spawner's program. Ends with 0, or with 1 when it could not be set up."""
+    parser = argparse.ArgumentParser(prog="stockade-spawner")
+    parser.add_argument("settings")
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--standby-for", type=int)
+    parser.add_argument("--generation", type=int)
+    arguments = parser.parse_args()
+    settings = SpawnerSettings.from_json(arguments.settings)
+    # Terminals and service managers signal whole groups; who ends the spawner is its supervisor.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    succession = recovery.Succession.FIRST
+    if arguments.standby_for is not None:
+        set_up_log("stockade-standby")
+        prctl.set_name("stockade-standby")
+        standby.wait_for_death_of(arguments.standby_for)
+        succession = recovery.Succession.STANDBY
+    set_up_log("stockade-spawner")
+    prctl.set_name("stockade-spawner")
+    generation = arguments.generation or _next_generation(settings)
+    try:
+        places = Places.open(settings)
+        if not places.lock():
+            _tell_starter(
+                arguments.ready_fd, {"error": "another spawner is in charge", "busy": True}
+            )
+            return 0
+        _raise_nofile()
+        spawner = Spawner(settings, places, generation)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: spawner.finish())
+        recovery.recover(spawner, succession)
+        spawner.listen()
+    except (StockadeError, OSError) as error:
+        log.error("cannot start the spawner: %s", error)
+        _tell_starter(arguments.ready_fd, {"error": str(error)})
+        return 1
+    _tell_starter(
+        arguments.ready_fd,
+        {"socket": spawner.socket_path, "generation": generation, "pid": os.getpid()},
+    )
+    # All that lives so far stays: collections leave it, and so each child's pages, alone.
+    gc.freeze()
+    spawner.loop.run()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

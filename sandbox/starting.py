@@ -1,0 +1,130 @@
+"""Starting a task: from a Start and its descriptors to a launcher that has its message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import stat
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from stockade.platform import memfd, prctl, proc
+from stockade.sandbox import plan, slot
+from stockade.sandbox.errors import ProtocolError
+from stockade.sandbox.launch_message import Flags
+from stockade.sandbox.places import Places
+from stockade.sandbox.protocol import Start
+from stockade.sandbox.slot import Slot
+from stockade.sandbox.uids import UidPool
+
+_SPEC_MAX_BYTES: Final = 16 * 1024 * 1024
+
+
+class Request(NamedTuple):
+    """What came with a Start by descriptor.
+
+    Attributes:
+        files: names and contents for the work directory.
+        stdio: the task's 0, 1 and 2, or nothing.
+    """
+
+    argv: list[bytes]
+    environment: list[bytes]
+    files: list[tuple[str, bytes]]
+    stdio: list[int]
+
+
+def read_request(start: Start, fds: Sequence[int]) -> Request:
+    """Reads what a Start's descriptors hold; they stay the caller's to close.
+
+    Raises:
+        ProtocolError: the descriptors are not what the message says.
+    """
+    first_stdio = 1 + len(start.files)
+    expected = first_stdio + (3 if start.own_stdio else 0)
+    if len(fds) != expected:
+        raise ProtocolError(f"start {start.seq}: {len(fds)} descriptors, expected {expected}")
+    try:
+        strings = memfd.read_sealed(fds[0], _SPEC_MAX_BYTES).split(b"\0")[:-1]
+        contents = [memfd.read_sealed(fd, _SPEC_MAX_BYTES) for fd in fds[1:first_stdio]]
+    except ValueError as error:
+        raise ProtocolError(f"start {start.seq}: {error}") from error
+    if start.argc < 1 or start.envc < 0 or len(strings) != start.argc + start.envc:
+        raise ProtocolError(
+            f"start {start.seq}: {len(strings)} strings, "
+            f"expected {start.argc} arguments and {start.envc} variables"
+        )
+    return Request(
+        argv=strings[: start.argc],
+        environment=strings[start.argc :],
+        files=list(zip(start.files, contents, strict=True)),
+        stdio=list(fds[first_stdio:]),
+    )
+
+
+class Starter:
+    """Hands tasks to launchers that wait in their slots."""
+
+    def __init__(self, places: Places, uids: UidPool | None, controllers: frozenset[str]) -> None:
+        self._places = places
+        self._launcher_uid = uids.launcher_uid if uids is not None else 0
+        self._controllers = controllers
+        self._own_hard = _own_hard_limits()
+
+    def hand_over(self, made: Slot, start: Start, request: Request, record_fd: int) -> None:
+        """Prepares the slot for this very task and lets its launcher go.
+
+        Raises:
+            OSError: a file cannot be written, or the launcher is gone.
+            ValueError: the launcher could not take such a message.
+        """
+        slot.put_files(self._places, made, request.files)
+        flags = Flags(0)
+        if made.groups is not None:
+            flags |= Flags.CGROUP
+        if request.stdio:
+            flags |= Flags.STDIO
+        message = plan.launch_message(
+            argv=request.argv,
+            base_environment=request.environment,
+            work_directory=self._places.work_directory(made.name),
+            directory=start.directory,
+            rlimits=plan.rlimits(
+                start.limits, self._controllers,
+                own_hard=self._own_hard,
+                threads_of_user=0 if made.uid is not None else _threads_of(os.geteuid()),
+            ),
+            uid=made.uid,
+            launcher_uid=self._launcher_uid,
+            flags=flags,
+        )  # fmt: skip
+        if made.uid is not None:
+            _give_pipes(request.stdio, made.uid)
+        slot.launch(made, message, record_fd, request.stdio)
+
+
+def _give_pipes(stdio: Sequence[int], uid: int) -> None:
+    """Lets a task open /dev/stdout anew: pipes that the supervisor made become the task's."""
+    for fd in stdio:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.fchown(fd, uid, uid)
+
+
+def _own_hard_limits() -> dict[int, int]:
+    """Hard limits that we may not raise for a task; in containers often root may not either."""
+    if "CAP_SYS_RESOURCE" in prctl.effective_capabilities():
+        return {}
+    kinds = (
+        resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC,
+    )  # fmt: skip
+    found = {kind: resource.getrlimit(kind)[1] for kind in kinds}
+    return {kind: hard for kind, hard in found.items() if hard != resource.RLIM_INFINITY}
+
+
+def _threads_of(uid: int) -> int:
+    found = 0
+    for pid in proc.processes_of_uid(uid):
+        with contextlib.suppress(OSError):
+            found += len(os.listdir(f"/proc/{pid}/task"))
+    return found

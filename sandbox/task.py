@@ -1,0 +1,332 @@
+"""One task's life in the spawner: started, watched, terminated, killed, seen to be gone, judged."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from stockade.platform import pidfd
+from stockade.sandbox.kill import Reach, ScatteredReach, TreeReach
+from stockade.sandbox.launch_message import SAYS_ENDED, SAYS_STARTED
+from stockade.sandbox.loop import Loop, Timer
+from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, StartedLine
+from stockade.sandbox.slot import SETUP_FAILED, Slot
+from stockade.sandbox.verdict import Accounts, Moment, judge
+from stockade.sandbox.watchdog import Watch
+
+log = logging.getLogger(__name__)
+
+# From the dispatch until the task's program runs. Generous: it is for a launcher that hangs.
+START_DEADLINE_S: Final = 30.0
+# From the kill until nothing may be left; a task in uninterruptible sleep can outlast it.
+KILL_WAIT_S: Final = 10.0
+# From the kill until the launcher, which then only has to write and exit, is killed with the rest.
+LAUNCHER_WAIT_S: Final = 2.0
+# How often to look where the kernel sends no event: processes without a tree, an adopted record.
+_LOOK_S: Final = 0.02
+_ADOPTED_LOOK_S: Final = 0.1
+
+
+class Phase(enum.Enum):
+    """Where a task is. CLEARING: its main process is over and whatever it left is being killed."""
+
+    STARTING = enum.auto()
+    RUNNING = enum.auto()
+    TERMINATING = enum.auto()
+    CLEARING = enum.auto()
+    OVER = enum.auto()
+
+
+class Observer(Protocol):
+    """Who is told what happens to a task."""
+
+    def task_started(self, task: Task) -> None: ...
+
+    def task_over(self, task: Task) -> None: ...
+
+
+class Task:
+    """A task with its slot and record.
+
+    Attributes:
+        outcome: set when phase is OVER.
+        survivors: pids that could not be killed; the slot must be set aside.
+    """
+
+    def __init__(
+        self, loop: Loop, observer: Observer, slot: Slot, record: RecordFile, header: SlotRecord,
+        *, controllers: frozenset[str], degraded: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.seq = header.seq
+        self.slot = slot
+        self.record = record
+        self.header = header
+        self.phase = Phase.STARTING
+        self.started: StartedLine | None = None
+        self.outcome: Outcome | None = None
+        self.survivors: tuple[int, ...] = ()
+        self.watch: Watch | None = None
+        self._loop = loop
+        self._observer = observer
+        self._controllers = controllers
+        self._degraded = degraded
+        self._timers: dict[str, Timer] = {}
+        self._events_fd = -1
+        self.reach = self._make_reach()
+        if "memory" not in controllers:
+            self.watch = Watch(header.limits, self.reach)
+
+    def _make_reach(self) -> Reach:
+        if self.slot.groups is not None:
+            return TreeReach(self.slot.groups, self._controllers)
+        return ScatteredReach(
+            self.slot.launcher_pid, self.slot.launcher_pidfd, None, self.header.uid
+        )
+
+    # Following a launcher of ours, and one that an earlier spawner started.
+
+    def follow(self) -> None:
+        """Listens to the launcher that was just handed its message."""
+        channel = self.slot.channel
+        assert channel is not None
+        self._loop.watch(channel.fileno(), select.EPOLLIN, self._on_channel)
+        self._timer("start", START_DEADLINE_S, self._start_deadline)
+
+    def adopt(self, found: Record) -> None:
+        """Follows a live launcher of an earlier spawner, by its record and its pidfd."""
+        self._loop.watch(self.slot.launcher_pidfd, select.EPOLLIN, self._on_adopted_exit)
+        if found.started is not None:
+            self._is_started(found.started)
+        if found.cause is not None:
+            # Terminated by the earlier spawner, which may have died before its grace was over.
+            self.phase = Phase.TERMINATING
+            self._terminate_launcher()
+        self._look_at_record()
+
+    def _on_channel(self, _events: int) -> None:
+        # A packet can be the task's last: then the channel is closed and gone.
+        while (channel := self.slot.channel) is not None:
+            try:
+                packet = channel.recv(4096)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                # The launcher is gone or going; its exit is seen by launcher_exited.
+                self._loop.unwatch(channel.fileno())
+                return
+            if packet == SAYS_STARTED:
+                found = self.record.read().started
+                if found is not None:
+                    self._is_started(found)
+                    self._observer.task_started(self)
+            elif packet == SAYS_ENDED:
+                self.clear()
+            elif packet[:1] == SETUP_FAILED:
+                text = packet[1:].decode("utf-8", "replace")
+                self._set_cause(Cause.START_DEADLINE, f"cannot prepare the slot: {text}")
+
+    def _look_at_record(self) -> None:
+        """An adopted launcher has no channel to us, so its record is looked at."""
+        found = self.record.read()
+        if self.phase is Phase.STARTING and found.started is not None:
+            self._is_started(found.started)
+            self._observer.task_started(self)
+        if found.ended is not None or found.failed is not None:
+            self.clear()
+        elif self.phase not in (Phase.CLEARING, Phase.OVER):
+            self._timer("look", _ADOPTED_LOOK_S, self._look_at_record)
+
+    def _on_adopted_exit(self, _events: int) -> None:
+        self._loop.unwatch(self.slot.launcher_pidfd)
+        self.launcher_exited()
+
+    def _is_started(self, started: StartedLine) -> None:
+        self.started = started
+        self._stop_timer("start")
+        if isinstance(self.reach, ScatteredReach):
+            self.reach.session = started.pid
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.RUNNING
+        limit = self.header.limits.runtime_max
+        if limit is not None:
+            self._timers["deadline"] = self._loop.call_at(
+                started.monotonic + limit, lambda: self._deadline(limit)
+            )
+
+    # Ending it.
+
+    def _deadline(self, limit_s: float) -> None:
+        self.terminate(Cause.TIMEOUT, f"timeout: ran longer than {limit_s:g} s")
+
+    def _start_deadline(self) -> None:
+        if self._set_cause(
+            Cause.START_DEADLINE,
+            f"cannot start the task: its program did not run within {START_DEADLINE_S:g} s",
+        ):
+            self.clear()
+
+    def terminate(self, cause: Cause, text: str) -> None:
+        """SIGTERM to the task, then, after its grace, the kill. The first cause stands."""
+        if not self._set_cause(cause, text):
+            return
+        if self.phase is Phase.STARTING:
+            self.clear()
+            return
+        self.phase = Phase.TERMINATING
+        self._terminate_launcher()
+
+    def _terminate_launcher(self) -> None:
+        grace_s = self.header.limits.timeout_stop
+        pidfd.send_signal(self.slot.launcher_pidfd, signal.SIGTERM)
+        if grace_s is not None:
+            self._timer("grace", grace_s, self.clear)
+
+    def kill(self, cause: Cause, text: str) -> None:
+        """Kills everything in the slot now, without the rest of a grace that may be running."""
+        if self._set_cause(cause, text) or self.phase is Phase.TERMINATING:
+            self.clear()
+
+    def _set_cause(self, cause: Cause, text: str) -> bool:
+        """Records why we end it; False when it is ending or over by itself already."""
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
+            return False
+        found = self.record.read()
+        if found.ended is not None or found.failed is not None:
+            return False
+        self.record.append_cause(cause, text)
+        return True
+
+    def launcher_exited(self) -> None:
+        """The launcher is gone. Its record says how the task ended; silence means it was killed."""
+        found = self.record.read()
+        if found.ended is None and found.failed is None and found.cause is None:
+            what = "the task" if found.started is not None else "the task's start"
+            self.record.append_cause(
+                Cause.LOST, f"the launcher was killed from outside the worker and {what} with it"
+            )
+        self.clear()
+
+    def clear(self) -> None:
+        """Kills what is left and waits, with a bound, until it is seen to be gone."""
+        if self.phase in (Phase.CLEARING, Phase.OVER):
+            return
+        never_ran = self.phase is Phase.STARTING
+        self.phase = Phase.CLEARING
+        for name in list(self._timers):
+            self._stop_timer(name)
+        if self.reach.gone():
+            self._finish()
+            return
+        self._kill(self.reach.kill_launcher_too if never_ran else self.reach.kill)
+        if self.slot.groups is not None:
+            self._events_fd = self.slot.groups.slot.events_fd()
+            self._loop.watch(self._events_fd, select.EPOLLPRI, lambda _events: self._check_gone())
+        self._timer("launcher", LAUNCHER_WAIT_S, lambda: self._kill(self.reach.kill_launcher_too))
+        self._timer("killed", KILL_WAIT_S, self._give_up)
+        self._check_gone()
+
+    def _kill(self, way: Callable[[], None]) -> None:
+        try:
+            way()
+        except OSError as error:
+            # Never taken for success: what still lives is looked for and named in the outcome.
+            log.error("cannot kill task seq=%d slot=%s: %s", self.seq, self.slot.name, error)
+
+    def _check_gone(self) -> None:
+        if self.phase is not Phase.CLEARING:
+            return
+        if self.reach.gone():
+            self._finish()
+        elif self.slot.groups is None:
+            # A comet is always somewhere else when one looks: kill again at each look.
+            self._kill(self.reach.kill)
+            self._timer("look", _LOOK_S, self._check_gone)
+
+    def _give_up(self) -> None:
+        self.survivors = tuple(self.reach.members()) or (self.slot.launcher_pid,)
+        log.error(
+            "cannot kill task seq=%d slot=%s survivors=%s: the slot is set aside",
+            self.seq, self.slot.name, self.survivors,
+        )  # fmt: skip
+        self._finish()
+
+    # Judging it.
+
+    def _finish(self) -> None:
+        self.phase = Phase.OVER
+        for name in list(self._timers):
+            self._stop_timer(name)
+        if self._events_fd >= 0:
+            self._loop.unwatch(self._events_fd)
+            os.close(self._events_fd)
+            self._events_fd = -1
+        self._let_go_of_launcher()
+        self.outcome = judge(
+            self.record.read(), self._accounts(), Moment.now(), self.header.limits,
+            profile=self.header.profile, degraded=self._degraded,
+        )  # fmt: skip
+        self.record.append_outcome(self.outcome)
+        self._observer.task_over(self)
+
+    def _let_go_of_launcher(self) -> None:
+        if self.slot.channel is not None:
+            self._loop.unwatch(self.slot.channel.fileno())
+            self.slot.channel.close()
+            self.slot.channel = None
+        if self.slot.launcher_pidfd >= 0:
+            self._loop.unwatch(self.slot.launcher_pidfd)
+            os.close(self.slot.launcher_pidfd)
+            self.slot.launcher_pidfd = -1
+        if self.slot.message_fd >= 0:
+            os.close(self.slot.message_fd)
+            self.slot.message_fd = -1
+
+    def _accounts(self) -> Accounts:
+        watch = self.watch
+        peak = watch.memory_peak_bytes or None if watch else None
+        processes = watch.processes_peak or None if watch else None
+        if self.slot.groups is None:
+            return Accounts(
+                memory_peak_bytes=peak, processes_peak=processes, survivors=self.survivors
+            )
+        group = self.slot.groups.task
+        try:
+            cpu = group.cpu_stat or {}
+            memory_events = group.memory_events or {}
+            pids_events = group.pids_events or {}
+            io = list((group.io_stat or {}).values())
+            return Accounts(
+                cpu_user_s=cpu["user_usec"] / 1e6 if "user_usec" in cpu else None,
+                cpu_system_s=cpu["system_usec"] / 1e6 if "system_usec" in cpu else None,
+                memory_peak_bytes=group.memory_peak or peak,
+                processes_peak=group.pids_peak or processes,
+                io_read_bytes=sum(device.get("rbytes", 0) for device in io) if io else None,
+                io_write_bytes=sum(device.get("wbytes", 0) for device in io) if io else None,
+                oom_kills=memory_events.get("oom_kill", 0),
+                tasks_max_hits=pids_events.get("max", 0),
+                survivors=self.survivors,
+            )
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            log.warning("the group of task seq=%d is gone: its accounts are lost", self.seq)
+            return Accounts(survivors=self.survivors)
+
+    def _timer(self, name: str, delay_s: float, callback: Callable[[], None]) -> None:
+        self._stop_timer(name)
+        self._timers[name] = self._loop.call_at(time.monotonic() + delay_s, callback)
+
+    def _stop_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,57 @@
+"""The watchdog: memory and process counts by sampling, on hosts whose kernel does not count them.
+
+It is coarser than the kernel: what is allocated and freed between two samples is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Final
+
+from stockade.platform import proc
+from stockade.sandbox.kill import Reach
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.verdict import format_bytes
+
+_SHORTEST_INTERVAL_S: Final = 0.05
+# Sampling may take at most this share of the spawner's time.
+_SHARE: Final = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class Watch:
+    """What was sampled of one task so far."""
+
+    limits: Limits
+    reach: Reach
+    memory_peak_bytes: int = 0
+    processes_peak: int = 0
+
+    def sample(self) -> str | None:
+        """Looks once. The evidence when memory_max is passed, else None."""
+        pids = self.reach.members()
+        used = proc.memory_bytes(pids)
+        self.memory_peak_bytes = max(self.memory_peak_bytes, used)
+        self.processes_peak = max(self.processes_peak, len(pids))
+        limit = self.limits.memory_max
+        if limit is None or used <= limit:
+            return None
+        return (
+            f"killed: memory_max {format_bytes(limit)} reached "
+            f"(peak {format_bytes(used)}, {len(pids)} processes, watchdog)"
+        )
+
+
+class Pace:
+    """How long to wait until the next round, so that many tasks do not make sampling expensive."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def next_delay_s(self) -> float:
+        """Seconds until the next round, by how long this one took."""
+        return max(_SHORTEST_INTERVAL_S, (time.monotonic() - self._began) / _SHARE)
