@@ -17,8 +17,8 @@ The record is text, one line for each event, each line one write(2):
 ``started`` is written before the task's program runs, with the pid as the launcher's namespace has
 it. ``failed`` means that the program never ran, also after ``started``; STEP is a Step. ``ended``
 has the wait status of wait4(2) and the main process' rusage, its waited-for children included; when
-the disk is full the launcher tries until it is not. A line without a newline is still being written.
-A record without a line is of a launcher that was killed before it understood its packet.
+the disk is full the launcher tries until it is not. A line without a newline is still being
+written. A record without a line is of a launcher killed before it understood its packet.
 
 A packet that is not as above, or a message the launcher does not accept, gives ``failed message
 EINVAL`` (EPERM: a user change asked of a launcher that is not root). Before a packet, closing the

@@ -7,6 +7,8 @@ import enum
 import json
 from typing import Self
 
+from stockade.sandbox.limits import Limits
+
 
 class Lifetime(enum.StrEnum):
     """How long a spawner lives when its supervisor goes away.
@@ -32,6 +34,9 @@ class SpawnerSettings:
         uid_min: first uid of the range that slots take theirs from, when root. The first two are
             the launchers' own.
         uid_max: last uid of that range.
+        limits: what ready slots are made with; a task with others has the difference applied.
+        pool_min: how many slots wait ready when nothing has happened for long.
+        pool_max: how many may wait.
         lifetime: see Lifetime.
     """
 
@@ -42,6 +47,9 @@ class SpawnerSettings:
     supervisor_gid: int
     uid_min: int
     uid_max: int
+    limits: Limits = Limits()  # noqa: RUF009 - frozen
+    pool_min: int = 0
+    pool_max: int = 0
     lifetime: Lifetime = Lifetime.LASTING
 
     def to_json(self) -> str:
@@ -52,4 +60,10 @@ class SpawnerSettings:
     def from_json(cls, text: str) -> Self:
         """The settings that ``to_json`` gave."""
         fields = json.loads(text)
-        return cls(**{**fields, "lifetime": Lifetime(fields["lifetime"])})
+        return cls(
+            **{
+                **fields,
+                "limits": Limits.from_json(fields["limits"]),
+                "lifetime": Lifetime(fields["lifetime"]),
+            }
+        )

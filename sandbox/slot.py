@@ -31,7 +31,7 @@ _PARKED: Final = 64
 SETUP_FAILED: Final = b"!"
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Slot:
     """One slot, ready or in use.
 
@@ -53,6 +53,27 @@ class Slot:
     channel: socket.socket | None
     message_fd: int
     output_fd: int
+    controllers: frozenset[str] = frozenset()
+
+    def limit(self, limits: Limits, current: Limits) -> None:
+        """Applies what of ``limits`` differs from the ``current`` ones of the slot.
+
+        Raises:
+            SyscallError: the kernel refuses a value.
+        """
+        if self.groups is not None:
+            self.groups.limit(self.controllers, limits, current)
+
+    def let_go(self) -> None:
+        """Closes the channel and what else is ours of the launcher; one that waits then exits."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        for name in ("launcher_pidfd", "message_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
 
 
 class SlotMaker:
@@ -125,6 +146,7 @@ class SlotMaker:
             channel=ours,
             message_fd=message_fd,
             output_fd=read_end,
+            controllers=self._tree.controllers if self._tree is not None else frozenset(),
         )
 
     def _work_directory(self) -> tuple[str, int]:

@@ -26,9 +26,10 @@ from stockade.sandbox.limits import Limits
 from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.places import Places
+from stockade.sandbox.pool import Pool
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
-from stockade.sandbox.slot import SlotMaker
+from stockade.sandbox.slot import Slot, SlotMaker
 from stockade.sandbox.starting import Starter, read_request
 from stockade.sandbox.task import Phase, Task
 from stockade.sandbox.tree import Tree
@@ -76,9 +77,12 @@ class Spawner:
             prctl.drop_capabilities(CAPABILITIES)
         self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
         self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
-        self._slots = SlotMaker(
-            self.places, self.tree, self.uids, self._launcher_fd, self.generation
-        )
+        maker = SlotMaker(self.places, self.tree, self.uids, self._launcher_fd, self.generation)
+        self._pool = Pool(
+            self.loop, maker, settings.limits,
+            discard=self._discard, watch_child=self.children.watch,
+            least=settings.pool_min, most=settings.pool_max,
+        )  # fmt: skip
         self._starter = Starter(self.places, self.uids, self.controllers)
         self._standby = standby.Standby(self.loop, self.children, settings, generation)
         self._connection: Connection | None = None
@@ -104,6 +108,7 @@ class Spawner:
         self.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
         if self.settings.lifetime is Lifetime.LASTING:
             self._standby.start()
+        self._pool.fill()
         self._check_idle()
 
     # The supervisor's connection.
@@ -211,7 +216,7 @@ class Spawner:
             raise ProtocolError(f"cannot start task {start.seq}: {error}") from error
         request = read_request(start, fds)
         try:
-            made = self._slots.make(start.limits)
+            made = self._pool.take(start.limits)
         except SandboxSetupError as error:
             outcome = Outcome(
                 Status.FAILED, ErrorCode.SPAWN_FAILED, str(error),
@@ -327,19 +332,19 @@ class Spawner:
         if self._watching or "memory" in self.controllers:
             return
         self._watching = True
-        self.loop.call_later(self._pace.next_delay_s(), self._sample)
+        self.loop.call_later(self._pace.delay_s, self._sample)
 
     def _sample(self) -> None:
         self._watching = False
-        self._pace.begin()
         live = [task for task in self.tasks.values() if task.phase is not Phase.OVER]
-        for task in live:
-            if task.watch is not None and task.phase in (Phase.RUNNING, Phase.TERMINATING):
-                evidence = task.watch.sample()
-                if evidence is not None:
-                    task.kill(Cause.MEMORY, evidence)
         if live:
             self._watch_memory()
+        with self._pace.round():
+            for task in live:
+                if task.watch is not None and task.phase in (Phase.RUNNING, Phase.TERMINATING):
+                    evidence = task.watch.sample()
+                    if evidence is not None:
+                        task.kill(Cause.MEMORY, evidence)
 
     # Ending.
 
@@ -362,8 +367,16 @@ class Spawner:
             self._idle.cancel()
             self._idle = self.loop.call_later(0.0, self._stop)
 
+    def _discard(self, unused: Slot) -> None:
+        """Takes back a slot that no task had: its launcher exits when its channel closes."""
+        unused.let_go()
+        os.close(unused.output_fd)
+        os.unlink(unused.name, dir_fd=self.places.output)
+        self.cleaner.clean(unused.name, unused.groups, unused.uid, unused.uid_lock)
+
     def _stop(self) -> None:
         self._idle = None
+        self._pool.close()
         if self.cleaner.pending:
             self._idle = self.loop.call_later(0.02, self._stop)
             return

@@ -281,15 +281,8 @@ class Task:
     def _let_go_of_launcher(self) -> None:
         if self.slot.channel is not None:
             self._loop.unwatch(self.slot.channel.fileno())
-            self.slot.channel.close()
-            self.slot.channel = None
-        if self.slot.launcher_pidfd >= 0:
-            self._loop.unwatch(self.slot.launcher_pidfd)
-            os.close(self.slot.launcher_pidfd)
-            self.slot.launcher_pidfd = -1
-        if self.slot.message_fd >= 0:
-            os.close(self.slot.message_fd)
-            self.slot.message_fd = -1
+        self._loop.unwatch(self.slot.launcher_pidfd)
+        self.slot.let_go()
 
     def _accounts(self) -> Accounts:
         watch = self.watch
@@ -302,14 +295,15 @@ class Task:
         group = self.slot.groups.task
         try:
             cpu = group.cpu_stat or {}
-            memory_events = group.memory_events or {}
-            pids_events = group.pids_events or {}
-            io = list((group.io_stat or {}).values())
+            has = self._controllers
+            memory_events = group.memory_events or {} if "memory" in has else {}
+            pids_events = group.pids_events or {} if "pids" in has else {}
+            io = list((group.io_stat or {}).values()) if "io" in has else []
             return Accounts(
                 cpu_user_s=cpu["user_usec"] / 1e6 if "user_usec" in cpu else None,
                 cpu_system_s=cpu["system_usec"] / 1e6 if "system_usec" in cpu else None,
-                memory_peak_bytes=group.memory_peak or peak,
-                processes_peak=group.pids_peak or processes,
+                memory_peak_bytes=(group.memory_peak if "memory" in has else None) or peak,
+                processes_peak=(group.pids_peak if "pids" in has else None) or processes,
                 io_read_bytes=sum(device.get("rbytes", 0) for device in io) if io else None,
                 io_write_bytes=sum(device.get("wbytes", 0) for device in io) if io else None,
                 oom_kills=memory_events.get("oom_kill", 0),

@@ -14,8 +14,9 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from stockade.platform import cgroup
 from stockade.platform.cgroup import Group
@@ -62,6 +63,20 @@ def find_parent() -> tuple[Path | None, str]:
     return None, reason
 
 
+# What the kernel gives a group that was just made.
+FRESH: Final = Limits(
+    memory_max=None,
+    memory_high=None,
+    memory_swap_max=None,
+    cpu_quota=None,
+    cpu_weight=None,
+    tasks_max=None,
+    io_weight=None,
+    oom_policy="continue",
+)
+DEFAULT_WEIGHT: Final = 100
+
+
 class SlotGroups:
     """One slot's three groups."""
 
@@ -86,21 +101,22 @@ class SlotGroups:
         self.init.create()
         self.task.create()
         self.task.max_descendants = 0
-        if "memory" in controllers:
-            self.task.memory_max = limits.memory_max
-            self.task.memory_high = limits.memory_high
-            self._set_swap_max(limits.memory_swap_max)
-            self.task.memory_oom_group = limits.oom_policy == "kill"
-        if "pids" in controllers:
-            self.task.pids_max = limits.tasks_max
-        if "cpu" in controllers:
-            if limits.cpu_quota is not None:
-                quota_us = max(1000, int(limits.cpu_quota * CPU_PERIOD_US))
-                self.task.cpu_max = (quota_us, CPU_PERIOD_US)
-            if limits.cpu_weight is not None:
-                self.task.cpu_weight = limits.cpu_weight
-        if "io" in controllers and limits.io_weight is not None:
-            self.task.io_weight = limits.io_weight
+        self.limit(controllers, limits, FRESH)
+
+    def limit(self, controllers: frozenset[str], limits: Limits, current: Limits) -> None:
+        """Sets what of ``limits`` differs from ``current`` and the controllers can hold.
+
+        Raises:
+            SyscallError: the kernel refuses a value.
+        """
+        for name, (controller, write) in _WRITERS.items():
+            value = getattr(limits, name)
+            if controller in controllers and value != getattr(current, name):
+                write(self, value)
+
+    def _set_cpu_max(self, cpus: float | None) -> None:
+        quota_us = None if cpus is None else max(1000, int(cpus * CPU_PERIOD_US))
+        self.task.cpu_max = (quota_us, CPU_PERIOD_US)
 
     def _set_swap_max(self, limit: int | None) -> None:
         try:
@@ -139,7 +155,36 @@ class SlotGroups:
         Raises:
             SyscallError: EBUSY: something still lives in one.
         """
-        self.slot.remove_tree()
+        try:
+            for group in (self.task, self.init, self.slot):
+                group.remove()
+        except SyscallError:
+            # Partly made, or with groups that are not ours in it: looked at one by one.
+            self.slot.remove_tree()
+
+
+def _set(attribute: str) -> Callable[[SlotGroups, Any], None]:
+    return lambda groups, value: setattr(groups.task, attribute, value)
+
+
+def _set_weight(attribute: str) -> Callable[[SlotGroups, Any], None]:
+    return lambda groups, value: setattr(groups.task, attribute, value or DEFAULT_WEIGHT)
+
+
+# Which limits are files of the task's group, of which controller, and how they are written.
+_WRITERS: Final[dict[str, tuple[str, Callable[[SlotGroups, Any], None]]]] = {
+    "memory_max": ("memory", _set("memory_max")),
+    "memory_high": ("memory", _set("memory_high")),
+    "memory_swap_max": ("memory", SlotGroups._set_swap_max),
+    "oom_policy": (
+        "memory",
+        lambda groups, value: setattr(groups.task, "memory_oom_group", value == "kill"),
+    ),
+    "tasks_max": ("pids", _set("pids_max")),
+    "cpu_quota": ("cpu", SlotGroups._set_cpu_max),
+    "cpu_weight": ("cpu", _set_weight("cpu_weight")),
+    "io_weight": ("io", _set_weight("io_weight")),
+}
 
 
 class Tree:

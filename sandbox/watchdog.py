@@ -5,8 +5,10 @@ It is coarser than the kernel: what is allocated and freed between two samples i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from stockade.platform import proc
@@ -44,14 +46,16 @@ class Watch:
 
 
 class Pace:
-    """How long to wait until the next round, so that many tasks do not make sampling expensive."""
+    """How long to wait between rounds, so that many tasks do not make sampling expensive."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self.delay_s = _SHORTEST_INTERVAL_S
 
-    def begin(self) -> None:
-        self._began = time.monotonic()
-
-    def next_delay_s(self) -> float:
-        """Seconds until the next round, by how long this one took."""
-        return max(_SHORTEST_INTERVAL_S, (time.monotonic() - self._began) / _SHARE)
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        """Times one round of samples; ``delay_s`` is the wait until the next one after it."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.delay_s = max(_SHORTEST_INTERVAL_S, (time.monotonic() - began) / _SHARE)

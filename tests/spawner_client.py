@@ -48,6 +48,8 @@ class SpawnerClient:
             supervisor_gid=os.getegid(),
             uid_min=1879048192,
             uid_max=1879048192 + 999,
+            pool_min=2,
+            pool_max=2,
             lifetime=lifetime,
         )
         self.outputs: dict[int, int] = {}

@@ -21,7 +21,7 @@ needs_cgroup = pytest.mark.skipif(
 @pytest.fixture
 def group():
     assert MOUNT is not None
-    group = cgroup.Group(MOUNT / f"stockade-test-{os.getpid()}")
+    group = cgroup.Group(MOUNT / f"stockade-test-cgroup-{os.getpid()}")
     group.create()
     yield group
     if group.exists:
@@ -332,7 +332,7 @@ V1_PIDS = Path("/sys/fs/cgroup/pids")
     reason="needs root and a v1 pids hierarchy, whose files are those of v2",
 )
 def test_the_pids_controller_takes_our_limit():
-    group = cgroup.Group(V1_PIDS / f"stockade-test-{os.getpid()}")
+    group = cgroup.Group(V1_PIDS / f"stockade-test-cgroup-{os.getpid()}")
     group.create()
     try:
         assert group.pids_max == "max"

@@ -160,7 +160,7 @@ def deep_tree(start, depth, name="d"):
 
 
 def test_a_tree_deeper_than_recursion_and_descriptors_is_removed(tmp_path, parent):
-    deep_tree(tmp_path / "work", 5000)
+    deep_tree(tmp_path / "work", 2000)
 
     def with_few_descriptors():
         # One is the duplicate of the parent, one is the level, one above or below, one scandir's.
@@ -201,7 +201,7 @@ def test_memory_does_not_grow_with_the_number_of_files(tmp_path, parent):
         return held
 
     peak(10)
-    assert peak(20_000) < peak(200) + 20_000
+    assert peak(10_000) < peak(200) + 20_000
 
 
 def test_more_directories_than_are_remembered_are_removed(tmp_path, parent, monkeypatch):
@@ -226,8 +226,8 @@ def test_no_more_names_than_promised_are_remembered(tmp_path, parent, monkeypatc
         most = max(most, walk._remembered - len(walk._levels))
 
     monkeypatch.setattr(walk, "_step", looked_at)
-    for number in range(50):
-        for below in range(20):
+    for number in range(20):
+        for below in range(12):
             (tmp_path / "work" / str(number) / str(below) / "x").mkdir(parents=True)
     assert walk.run(b"work") == []
     assert most <= 8
@@ -291,7 +291,7 @@ def test_a_mount_is_left_and_told_and_the_rest_goes(tmp_path, parent, source):
     # In a mount namespace of its own, so that nothing can stay mounted.
     command = "mount -t tmpfs none" if source == "tmpfs" else 'mount --bind "$0/bystander"'
     script = (
-        f'{command} "$0/work/a/mounted" && touch "$0/work/a/mounted/kept" && '
+        f'{command} "$0/work/a/mounted" || exit 77; touch "$0/work/a/mounted/kept"; '
         'exec "$1" -m stockade.sandbox.cleanup "$0" work'
     )
     done = subprocess.run(
@@ -301,7 +301,7 @@ def test_a_mount_is_left_and_told_and_the_rest_goes(tmp_path, parent, source):
         text=True,
         timeout=60,
     )
-    if "mount" in done.stderr and "mount point" not in done.stderr:
+    if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"cannot mount here: {done.stderr}")
     assert done.returncode == 1
     assert "work/a/mounted' (a mount point)" in done.stderr

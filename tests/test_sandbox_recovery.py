@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from spawner_client import SpawnerClient, eventually, kill_now, lives
+
 from stockade.platform import proc
 from stockade.sandbox import protocol
 from stockade.sandbox.limits import Limits

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from spawner_client import SpawnerClient, eventually, kill_now, lives
+
 from stockade.platform import proc, sockets
 from stockade.sandbox import protocol
 from stockade.sandbox.limits import Limits
@@ -288,14 +289,34 @@ def test_ephemeral_spawner_ends_everything_with_its_supervisor() -> None:
 
 def test_spawner_survives_hundreds_of_tasks_without_leaks(client: SpawnerClient) -> None:
     client.run(1, "true")
+    # The standby, and the two launchers of the ready slots.
+    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
     descriptors = len(os.listdir(f"/proc/{client.welcome.pid}/fd"))
     for seq in range(2, 202):
         client.run(seq, "sleep 60 &")
-    assert len(os.listdir(f"/proc/{client.welcome.pid}/fd")) <= descriptors + 2
-    assert proc.children(client.welcome.pid).__len__() == 1  # the standby
+    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
+    eventually(lambda: len(os.listdir(f"/proc/{client.welcome.pid}/fd")) <= descriptors)
 
 
 def test_dead_standby_is_replaced(client: SpawnerClient) -> None:
     first = eventually(lambda: proc.children(client.welcome.pid))[0]
     kill_now(first)
     eventually(lambda: [p for p in proc.children(client.welcome.pid) if p != first])
+
+
+def test_ready_slot_gets_the_limits_of_its_task(client: SpawnerClient) -> None:
+    script = "ulimit -n; ulimit -f; ulimit -c"
+    limits = Limits(limit_nofile=100, limit_fsize=1 << 20)
+    assert client.run(1, script, limits)[1].split() == [b"100", b"1024", b"0"]
+    outcome, _ = client.run(2, "sleep 30", Limits(runtime_max=0.2))
+    assert outcome.status is Status.TIMEOUT
+
+
+def test_killed_ready_launcher_is_replaced(client: SpawnerClient) -> None:
+    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
+    for pid in proc.children(client.welcome.pid):
+        with open(f"/proc/{pid}/comm", encoding="ascii") as file:
+            if file.read().strip() != "stockade-standb":
+                os.kill(pid, signal.SIGKILL)
+    assert client.run(1, "echo on")[1] == b"on\n"
+    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
