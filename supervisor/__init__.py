@@ -1,0 +1,1 @@
+"""The supervisor: intake, journal, executor, heartbeat, reporter, and the command line."""

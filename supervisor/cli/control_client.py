@@ -1,0 +1,115 @@
+"""The command line's way to a running worker: HTTP over its control.sock."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from stockade.platform.errors import StockadeError
+from stockade.supervisor.control_socket import NAME, control_address
+
+TIMEOUT_S: Final = 30.0
+
+
+class ControlClient:
+    """Asks one worker.
+
+    Args:
+        path: its control.sock; None for the one in the configured runtime_dir.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path or _default_path()
+
+    def get(self, path: str, query: dict[str, str] | None = None) -> Any:
+        """The JSON that a GET answers.
+
+        Raises:
+            StockadeError: no worker answers, or it says no.
+        """
+        _, body = self._ask("GET", f"{path}?{urlencode(query)}" if query else path)
+        return json.loads(body)
+
+    def post(self, path: str, fields: dict[str, Any]) -> Any:
+        """The JSON that a POST answers.
+
+        Raises:
+            StockadeError: no worker answers, or it says no.
+        """
+        _, body = self._ask("POST", path, json.dumps(fields).encode())
+        return json.loads(body)
+
+    def output(self, instance_id: str, offset: int) -> tuple[bytes, int, int, bool, int]:
+        """A piece of a task's output, and where it stands.
+
+        Returns:
+            The piece, the next offset, the bytes printed so far, whether the piece is the last that
+            there will be, and how many bytes before it were cut.
+
+        Raises:
+            StockadeError: no worker answers, or it knows no such task.
+        """
+        query = urlencode({"id": instance_id, "offset": offset})
+        response, body = self._ask("GET", f"/v1/output?{query}")
+        return (
+            body,
+            int(response.headers["X-Next-Offset"]),
+            int(response.headers["X-Total-Bytes"]),
+            response.headers["X-Ended"] == "1",
+            int(response.headers["X-Offset"]) - offset,
+        )
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = _UnixConnection(self._path)
+        try:
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise StockadeError(
+                f"cannot reach a worker at {self._path}: "
+                f"{getattr(error, 'strerror', None) or error}; is it running? "
+                "(--socket, or STOCKADE_WORKER_RUNTIME_DIR, names another one)"
+            ) from error
+        finally:
+            connection.close()
+        if response.status >= http.client.BAD_REQUEST:
+            raise StockadeError(f"cannot {method} {path.partition('?')[0]}: {_reason(content)}")
+        return response, content
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(TIMEOUT_S)
+        with control_address(self._path) as address:
+            self.sock.connect(address)
+
+
+def _default_path() -> Path:
+    runtime_dir = os.environ.get("STOCKADE_WORKER_RUNTIME_DIR")
+    if not runtime_dir:
+        # Late: reading the whole configuration is for those who did not say where.
+        from stockade.supervisor.config_defaults import host_defaults
+
+        runtime_dir = str(host_defaults(os.environ)["worker.runtime_dir"]())
+    return Path(runtime_dir) / NAME
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode("utf-8", "replace")

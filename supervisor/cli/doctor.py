@@ -1,0 +1,75 @@
+"""``stockade doctor``: what this host can enforce, what is missing and how to mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any, Final
+
+import typer
+
+from stockade.sandbox import capabilities
+from stockade.sandbox.capabilities import HostCapabilities, Missing
+from stockade.sandbox.limits import MIB, Limits
+
+# Every limit set, so that whatever the host cannot enforce shows.
+_ALL: Final = Limits(
+    memory_high=128 * MIB,
+    cpu_quota=1.0,
+    cpu_weight=100,
+    io_weight=100,
+    limit_fsize=MIB,
+    workdir_max=MIB,
+    workdir_inodes_max=100,
+)
+
+
+def doctor(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """List what this host can enforce, what is missing and how to mend it."""
+    host = capabilities.probe()
+    missing = {
+        profile: capabilities.missing(profile, _ALL, host) for profile in capabilities.PROFILES
+    }
+    if as_json:
+        print(json.dumps(_as_json(host, missing)))
+        return
+    print(f"kernel {host.kernel}, {'root' if host.root else 'not root'}")
+    if host.cgroup_parent is None:
+        print(f"cgroup v2: none ({host.cgroup_reason})")
+    else:
+        controllers = ", ".join(sorted(host.controllers)) or "none"
+        print(f"cgroup v2: {host.cgroup_parent}, controllers: {controllers}")
+    for profile, entries in missing.items():
+        lacking = {entry.feature: entry for entry in entries}
+        print(f"\nprofile {profile}:")
+        for feature in _features(lacking):
+            entry = lacking.get(feature)
+            print(f"  {'no ' if entry else 'yes'}  {feature}")
+            if entry is not None:
+                print(f"         {entry.why}")
+                print(f"         instead: {entry.instead}")
+                print(f"         to mend: {entry.mend}")
+
+
+def _features(lacking: dict[str, Missing]) -> list[str]:
+    # One feature stands for both quotas of the work directory.
+    limits = [
+        field.name for field in dataclasses.fields(Limits) if field.name != "workdir_inodes_max"
+    ]
+    return list(dict.fromkeys([*limits, "own_uid", "cgroup_kill", *lacking]))
+
+
+def _as_json(host: HostCapabilities, missing: dict[str, tuple[Missing, ...]]) -> dict[str, Any]:
+    return {
+        "host": {**dataclasses.asdict(host), "controllers": sorted(host.controllers)},
+        "profiles": {
+            profile: {
+                "missing": [dataclasses.asdict(entry) for entry in entries],
+                "complete": not entries,
+            }
+            for profile, entries in missing.items()
+        },
+    }

@@ -1,0 +1,215 @@
+"""``stockade run``: one command in a sandbox, no worker needed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from stockade.platform.errors import StockadeError
+from stockade.sandbox import capabilities
+from stockade.sandbox.errors import UnsupportedError
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.supervisor.cli.ended import CommandEnded
+from stockade.supervisor.cli.sandboxed import ended_by_signal, run_sandboxed
+from stockade.supervisor.limits import LIMIT_FIELDS, UNLIMITED, effective, parse_seconds
+from stockade.supervisor.process_plan import ProcessPlan
+from stockade.supervisor.task_types.shell import shell_environment
+
+EXIT_TIMEOUT: Final = 124
+EXIT_FAILED: Final = 125
+EXIT_OUT_OF_MEMORY: Final = 137
+EXIT_SIGNAL: Final = 128
+
+DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+DEFAULT_LANG: Final = "C.UTF-8"
+
+# The fields of --json, in the order of the documentation; a report's extra fields are the same.
+JSON_FIELDS: Final = (
+    "status", "error_code", "exit_code", "signal", "reason", "wall_s", "cpu_s", "cpu_user_s",
+    "cpu_system_s", "memory_peak_bytes", "processes_peak", "io_read_bytes", "io_write_bytes",
+    "output_bytes", "output_truncated", "profile", "degraded",
+)  # fmt: skip
+
+# An outcome that is not the command's own doing is told on stderr.
+_OURS: Final = frozenset(ErrorCode) - {ErrorCode.NONE, ErrorCode.EXECUTE_FAILED}
+
+
+def _run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
+    *,
+    profile: Annotated[
+        str, typer.Option(help=f"How strongly to confine: {', '.join(capabilities.PROFILES)}.")
+    ] = capabilities.PROFILES[0],
+    timeout: Annotated[
+        str | None, typer.Option(help="Longest run, as 5s or 2min.", show_default=False)
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="K=V", help="A variable of the command; repeatable.", show_default=False
+        ),
+    ] = None,
+    chdir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Working directory [default: a fresh one].", show_default=False
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Take defaults and maximum of limits from FILE.", show_default=False),
+    ] = None,
+    on_unsupported: Annotated[
+        str, typer.Option(help="What to do when this host cannot enforce all: degrade or refuse.")
+    ] = "degrade",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The outcome as JSON on stderr's last line.")
+    ] = False,
+    **limits: str | None,
+) -> None:
+    """Run one command in a sandbox; its output streams through.
+
+    The exit status is the command's own, 124 on timeout, 137 when killed for memory, 128+N on
+    signal N, 130 on Ctrl-C, 125 when Stockade itself failed.
+    """
+    base, maximum, path, lang = _defaults(config)
+    in_force, notes = effective(base, maximum, limits, _seconds(timeout))
+    plan = ProcessPlan(
+        argv=tuple(command),
+        environment={**shell_environment(path=path, lang=lang), **_variables(env or [])},
+        directory=None if chdir is None else os.path.abspath(chdir),
+    )
+    missing = _missing(profile, in_force)
+    if missing and on_unsupported != "degrade":
+        raise UnsupportedError(missing[0].feature, f"{missing[0].why}; {missing[0].mend}")
+    for note in notes:
+        print(f"stockade: {note}", file=sys.stderr)
+    if missing:
+        features = ", ".join(entry.feature for entry in missing)
+        print(f"stockade: not fully enforced on this host: {features}", file=sys.stderr)
+    program = _find_program(command[0], plan.environment["PATH"])
+    if program is None:
+        outcome = Outcome(
+            Status.FAILED,
+            ErrorCode.SPAWN_FAILED,
+            reason=f"cannot start the task: {command[0]}: not found in PATH",
+            profile=profile,
+            degraded=tuple(entry.feature for entry in missing),
+        )
+    else:
+        cut = in_force.output_max if limits["output_max"] is not None else None
+        plan = ProcessPlan((program, *command[1:]), plan.environment, {}, plan.directory)
+        outcome = run_sandboxed(plan, in_force, profile, output_max=cut)
+    _tell(outcome, as_json=as_json)
+    raise CommandEnded(exit_status(outcome))
+
+
+def exit_status(outcome: Outcome) -> int:
+    """The status that ``stockade run`` ends with."""
+    if outcome.status is Status.SUCCESS:
+        return 0
+    if outcome.status is Status.TIMEOUT:
+        return EXIT_TIMEOUT
+    if outcome.status is Status.CANCELLED:
+        # Who asked for it was the signal that we got.
+        return EXIT_SIGNAL + ended_by_signal(outcome)
+    if outcome.error_code is ErrorCode.OOM_KILLED:
+        return EXIT_OUT_OF_MEMORY
+    if outcome.error_code is ErrorCode.EXECUTE_FAILED and outcome.exit_code:
+        return outcome.exit_code
+    if outcome.error_code is ErrorCode.SIGNALED and outcome.signal:
+        return EXIT_SIGNAL + _signal_number(outcome.signal)
+    return EXIT_FAILED
+
+
+def _defaults(config: Path | None) -> tuple[Limits, Limits, str, str]:
+    if config is None:
+        return Limits(), UNLIMITED, DEFAULT_PATH, DEFAULT_LANG
+    from stockade.supervisor.cli.worker import load_config
+
+    loaded = load_config(config, {}).config
+    return loaded.limits, loaded.limits_max, loaded.task_shell.path, loaded.task_shell.lang
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise StockadeError(f"cannot use --timeout: {error}") from error
+
+
+def _variables(assignments: list[str]) -> dict[str, str]:
+    variables = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not name or not equals:
+            raise StockadeError(f"cannot use --env {assignment!r}: write NAME=VALUE")
+        variables[name] = value
+    return variables
+
+
+def _missing(profile: str, limits: Limits) -> tuple[capabilities.Missing, ...]:
+    try:
+        return capabilities.missing(profile, limits, capabilities.probe())
+    except ValueError as error:
+        raise StockadeError(f"cannot use --profile: {error}") from error
+
+
+def _find_program(name: str, path: str) -> str | None:
+    """The launcher executes a path as it is given; looking a name up is the caller's."""
+    return name if "/" in name else shutil.which(name, path=path)
+
+
+def _signal_number(name: str) -> int:
+    import signal
+
+    return int(name[3:]) if name[3:].isdigit() else signal.Signals[name].value
+
+
+def _tell(outcome: Outcome, *, as_json: bool) -> None:
+    if outcome.error_code in _OURS and outcome.reason:
+        print(f"stockade: {outcome.reason}", file=sys.stderr)
+    if as_json:
+        fields = outcome.to_json()
+        print(json.dumps({name: fields[name] for name in JSON_FIELDS}), file=sys.stderr)
+
+
+def _with_limit_flags(function: Any) -> Any:
+    """The command with a flag for each limit of the table, in place of ``**limits``."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for name, field in LIMIT_FIELDS.items():
+        option = typer.Option(
+            f"--{name.replace('_', '-')}", help=field.metadata["help"], show_default=False
+        )
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, option],
+            )
+        )
+    function.__signature__ = signature.replace(parameters=parameters)
+    function.__annotations__ = {
+        **{parameter.name: parameter.annotation for parameter in parameters},
+        "return": None,
+    }
+    return function
+
+
+run = _with_limit_flags(_run)

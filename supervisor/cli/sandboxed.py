@@ -1,0 +1,240 @@
+"""One command under a spawner of its own, its output copied through: the work of `stockade run`.
+
+No event loop: one poll over the spawner's socket and two pipes, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import importlib.metadata
+import os
+import select
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from stockade.platform import sockets
+from stockade.platform.errors import StockadeError
+from stockade.platform.files import open_directory
+from stockade.platform.pidfd import open_pidfd, reap
+from stockade.sandbox.cleanup import remove_tree
+from stockade.sandbox.limits import Limits
+from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.protocol import (
+    MAX_DESCRIPTORS,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Acknowledge,
+    Cancel,
+    Ended,
+    Finish,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+from stockade.sandbox.settings import Lifetime, SpawnerSettings
+from stockade.sandbox.start import start_spawner
+from stockade.supervisor.cli.streams import Streams
+from stockade.supervisor.errors import SpawnerLostError
+from stockade.supervisor.process_plan import ProcessPlan, pack_start
+
+SEQ: Final = 1
+UID_MIN: Final = 0x70000000
+UID_MAX: Final = UID_MIN + 65_535
+HANDSHAKE_S: Final = 30.0
+# The spawner's clean-up of a work directory, which may be large.
+SPAWNER_EXIT_S: Final = 60.0
+
+_CANCEL_REASON: Final = "cancelled by "
+
+
+def ended_by_signal(outcome: Outcome) -> int:
+    """The number of the signal that made us cancel the task with this outcome."""
+    _, _, name = outcome.reason.rpartition(_CANCEL_REASON)
+    try:
+        return signal.Signals[name].value
+    except KeyError:
+        return signal.SIGINT.value
+
+
+def run_sandboxed(
+    plan: ProcessPlan, limits: Limits, profile: str, *, output_max: int | None
+) -> Outcome:
+    """Run one command to its end; SIGINT, SIGTERM and SIGHUP cancel it.
+
+    Args:
+        plan: the command.
+        limits: what holds it.
+        profile: how strongly it is confined.
+        output_max: bytes of output that are passed on; the rest is read and dropped. None for all.
+
+    Raises:
+        StockadeError: the sandbox could not be set up, or was lost.
+    """
+    packed = pack_start(SEQ, plan, limits, profile, own_stdio=True)
+    with _temporary_directory() as directory:
+        settings = SpawnerSettings(
+            worker_id=f"run-{os.getpid()}",
+            runtime_dir=str(directory),
+            state_dir=str(directory),
+            supervisor_uid=os.geteuid(),
+            supervisor_gid=os.getegid(),
+            uid_min=UID_MIN,
+            uid_max=UID_MAX,
+            lifetime=Lifetime.EPHEMERAL,
+        )
+        with _quiet_children():
+            started = start_spawner(settings)
+        spawner = _Spawner(sockets.connect_seqpacket(started.socket_path))
+        try:
+            with Streams(output_max) as streams:
+                descriptors = packed.open_descriptors()
+                try:
+                    spawner.send(packed.message, [*descriptors, *streams.for_task()])
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    streams.close_for_task()
+                with _signals_cancel(spawner) as received:
+                    outcome = _follow(spawner, streams)
+        finally:
+            spawner.close()
+    outcome = dataclasses.replace(
+        outcome, output_bytes=streams.copied_bytes, output_truncated=streams.cut
+    )
+    if received and outcome.status == "cancelled":
+        name = signal.Signals(received[0]).name
+        outcome = dataclasses.replace(outcome, reason=f"{_CANCEL_REASON}{name}")
+    return outcome
+
+
+class _Spawner:
+    """The connection to a spawner that is ours alone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.settimeout(HANDSHAKE_S)
+        version = importlib.metadata.version("stockade")
+        self.send(Hello(version=PROTOCOL_VERSION, software=version))
+        welcome = self.receive()
+        if not isinstance(welcome, Welcome):
+            raise SpawnerLostError(f"cannot use the spawner: it answered {welcome}")
+        self._pidfd = open_pidfd(welcome.pid)
+        sock.settimeout(None)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, descriptors: list[int] | None = None) -> None:
+        sockets.send_packet(self._sock, encode(message), descriptors or ())
+
+    def receive(self) -> Message:
+        packet, descriptors = sockets.receive_packet(self._sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not packet:
+            raise SpawnerLostError("the spawner is gone")
+        message = decode(packet)
+        if isinstance(message, Refused):
+            raise SpawnerLostError(f"the spawner refused: {message.reason}")
+        return message
+
+    def close(self) -> None:
+        """Let it go and wait until it has gone, so that nothing of it is left when we end."""
+        with contextlib.suppress(OSError):
+            self.send(Finish())
+        self._sock.close()
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(SPAWNER_EXIT_S * 1000)
+        with contextlib.suppress(ChildProcessError, OSError):
+            reap(self._pidfd)
+        os.close(self._pidfd)
+
+
+def _follow(spawner: _Spawner, streams: Streams) -> Outcome:
+    poll = select.poll()
+    poll.register(spawner, select.POLLIN)
+    watched = set(streams.copies)
+    for read_end in watched:
+        poll.register(read_end, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in watched:
+                streams.copy(descriptor)
+                if descriptor not in streams.copies:
+                    watched.discard(descriptor)
+                    poll.unregister(descriptor)
+                continue
+            message = spawner.receive()
+            if isinstance(message, Ended):
+                for read_end in list(streams.copies):
+                    while streams.copy(read_end):
+                        pass
+                spawner.send(Acknowledge(seq=SEQ))
+                return message.outcome
+
+
+@contextlib.contextmanager
+def _signals_cancel(spawner: _Spawner) -> Iterator[list[int]]:
+    """The signals that came. The first asks for the end, the second does not wait for it."""
+    received: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            with contextlib.suppress(OSError):
+                spawner.send(Cancel(seq=SEQ))
+        else:
+            raise StockadeError("interrupted")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet_children() -> Iterator[None]:
+    """Children started meanwhile have no stderr: ours is the command's, not the spawner's log's.
+
+    Why a spawner could not start it tells its starter in another way.
+    """
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+@contextlib.contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="stockade-run-"))
+    # As root, tasks are other users and have to get through to their work directories.
+    path.chmod(0o711 if os.geteuid() == 0 else 0o700)
+    try:
+        yield path
+    finally:
+        parent = open_directory(path.parent)
+        try:
+            remove_tree(parent, os.fsencode(path.name))
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise StockadeError(f"cannot remove {path}: {error.strerror}") from error
+        finally:
+            os.close(parent)

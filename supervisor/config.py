@@ -1,0 +1,275 @@
+"""The worker's configuration: every section and key, its type, range and default.
+
+The structs are the only list of keys: files, environment names, ``config show`` and the test of
+docs/configuration.md derive from them. Reading and merging is ``config_load``'s. A value here was
+checked there, and the configuration never changes while it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from typing import Annotated, Any, Final, get_type_hints
+
+import msgspec
+
+from stockade.sandbox.limits import MIB, Limits
+from stockade.supervisor.config_values import (
+    ADDRESS,
+    ADVERTISED,
+    ENVIRONMENT,
+    LABELS,
+    NETWORKS,
+    OPTIONAL_PATH,
+    PATH,
+    TEXT,
+    URL,
+    URLS,
+    WORKER_ID,
+    Kind,
+    choice,
+    count,
+    limit,
+    seconds,
+    size,
+)
+from stockade.supervisor.limits import LIMIT_FIELDS
+
+ENVIRONMENT_PREFIX: Final = "STOCKADE_"
+
+
+class OnUnsupported(enum.StrEnum):
+    """What the worker does when the host lacks what the profile or a limit needs."""
+
+    REFUSE = "refuse"
+    DEGRADE = "degrade"
+
+
+class Protocol(enum.StrEnum):
+    """The link that the worker registers with."""
+
+    HTTP = "http"
+
+
+class Profile(enum.StrEnum):
+    """How strongly a task is confined."""
+
+    PROCESS = "process"
+
+
+class Dialect(enum.StrEnum):
+    """Where and in which form a result is reported."""
+
+    TASK_INSTANCES = "task-instances"
+    TASK_RESULT = "task-result"
+
+
+class LogLevel(enum.StrEnum):
+    """The least severity that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[worker]``. Keys without a default here get one from the host; see ``config_defaults``.
+
+    Attributes:
+        id: stable name of this worker; also names its cgroup.
+        user: whom the supervisor becomes when started as root.
+        uid_min: first uid of the range that tasks run as when the worker was started as root.
+        uid_max: last one.
+    """
+
+    id: Annotated[str, WORKER_ID]
+    user: Annotated[str, TEXT] = "stockade"
+    state_dir: Annotated[Path, PATH]
+    runtime_dir: Annotated[Path, PATH]
+    max_concurrency: Annotated[int, count(1, 100_000)]
+    labels: Annotated[dict[str, str], LABELS] = {}
+    drain_timeout: Annotated[float, seconds(0)] = 300.0
+    on_unsupported: Annotated[OnUnsupported, choice(OnUnsupported)] = OnUnsupported.REFUSE
+    dedup_ttl: Annotated[float, seconds(0)] = 300.0
+    dedup_sweep: Annotated[float, seconds(0.01)] = 30.0
+    protocol: Annotated[Protocol, choice(Protocol, grpc="this version has no grpc link")] = (
+        Protocol.HTTP
+    )
+    # A range that no distribution's tools hand out (systemd's documentation, UIDS-GIDS.md, calls
+    # 0x70000000 up to 0x7fffffff unused).
+    uid_min: Annotated[int, count(1000, 2**32 - 3)] = 0x70000000
+    uid_max: Annotated[int, count(1000, 2**32 - 3)]
+    log_level: Annotated[LogLevel, choice(LogLevel)] = LogLevel.INFO
+
+
+_LATER_PROFILE: Final = "this profile is not available in this version; process is"
+
+
+class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[profile]``."""
+
+    name: Annotated[Profile, choice(Profile, private=_LATER_PROFILE, sealed=_LATER_PROFILE)] = (
+        Profile.PROCESS
+    )
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[http]``, the link.
+
+    Attributes:
+        listen: ``host:port`` or ``[IPv6]:port``; port 0 is any free one.
+        advertise: ``host`` or ``host:port`` that the scheduler is told; None: found by itself.
+        scheduler: base URL without a slash at its end; None: no scheduler, only listen.
+        allow_schedulers: base URLs that a dispatch may name; empty: the configured one.
+        token_file: file with the bearer token, for both directions.
+        allow_networks: networks, as ``10.0.0.0/8``, that callers may be in; empty: any.
+    """
+
+    listen: Annotated[str, ADDRESS] = "127.0.0.1:8081"
+    advertise: Annotated[str | None, ADVERTISED] = None
+    scheduler: Annotated[str | None, URL] = None
+    allow_schedulers: Annotated[tuple[str, ...], URLS] = ()
+    heartbeat_interval: Annotated[float, seconds(0.01)] = 10.0
+    token_file: Annotated[Path | None, OPTIONAL_PATH] = None
+    allow_networks: Annotated[tuple[str, ...], NETWORKS] = ()
+
+
+class ReportConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[report]``.
+
+    Attributes:
+        excerpt: bytes of a task's output that its terminal report carries.
+        refused_tries: tries of a report that the scheduler refuses before it is a dead letter ...
+        refused_period: ... and the least seconds from the first of them to the last.
+    """
+
+    excerpt: Annotated[int, size(0, MIB)] = 1024
+    dialect: Annotated[Dialect, choice(Dialect)] = Dialect.TASK_INSTANCES
+    attempt_timeout: Annotated[float, seconds(0.01)] = 10.0
+    retry_min: Annotated[float, seconds(0.001)] = 1.0
+    retry_max: Annotated[float, seconds(0.001)] = 30.0
+    refused_tries: Annotated[int, count(1, 1000)] = 5
+    refused_period: Annotated[float, seconds(0)] = 120.0
+
+
+class ShellConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[task.shell]``.
+
+    Attributes:
+        environment: further variables of every shell task. May hold secrets: never printed.
+        lang: LANG of the task.
+        path: PATH of the task.
+    """
+
+    environment: Annotated[dict[str, str], ENVIRONMENT] = {}
+    lang: Annotated[str, TEXT] = "C.UTF-8"
+    path: Annotated[str, TEXT] = "/usr/local/bin:/usr/bin:/bin"
+
+
+class HttpTaskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[task.http]``.
+
+    Attributes:
+        body_max: bytes of a response that are read; the rest is cut.
+        redirects_max: redirects that are followed.
+    """
+
+    body_max: Annotated[int, size(0, 1024 * MIB)] = MIB
+    redirects_max: Annotated[int, count(0, 100)] = 5
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it. ``limits_max`` is ``[limits.max]``, what no task's wish goes beyond."""
+
+    worker: WorkerConfig
+    profile: ProfileConfig
+    limits: Limits
+    limits_max: Limits
+    http: HttpConfig
+    report: ReportConfig
+    task_shell: ShellConfig
+    task_http: HttpTaskConfig
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration and where it came from.
+
+    Attributes:
+        sources: by ``section.key``: ``default``, ``file PATH``, ``environment NAME`` or
+            ``flag --NAME``; a default that follows from another key says so in brackets.
+        warnings: whole sentences for the log.
+    """
+
+    config: Config
+    sources: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+SECTIONS: Final[dict[str, type]] = {
+    "worker": WorkerConfig,
+    "profile": ProfileConfig,
+    "limits": Limits,
+    "limits.max": Limits,
+    "http": HttpConfig,
+    "report": ReportConfig,
+    "task.shell": ShellConfig,
+    "task.http": HttpTaskConfig,
+}
+"""Type of each section, by its name in the file. The field of Config has underscores for dots."""
+
+NO_DEFAULT: Final = msgspec.NODEFAULT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """One key. ``default`` is NO_DEFAULT where the host or another key decides."""
+
+    section: str
+    name: str
+    kind: Kind
+    default: Any
+
+    @property
+    def dotted(self) -> str:
+        """``section.key``, as messages and sources name it."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def environment(self) -> str:
+        """The environment variable that sets it."""
+        return ENVIRONMENT_PREFIX + self.dotted.replace(".", "_").upper()
+
+
+def _keys(section: str, struct: type) -> list[Key]:
+    if struct is Limits:
+        # An unset maximum follows [limits]; only runtime_max is unlimited until set.
+        follows = section == "limits.max"
+        return [
+            Key(
+                section,
+                name,
+                limit(name),
+                (None if name == "runtime_max" else NO_DEFAULT) if follows else field.default,
+            )
+            for name, field in LIMIT_FIELDS.items()
+        ]
+    hints = get_type_hints(struct, include_extras=True)
+    return [
+        Key(
+            section,
+            field.name,
+            hints[field.name].__metadata__[0],
+            field.default_factory()
+            if field.default is NO_DEFAULT and field.default_factory is not NO_DEFAULT
+            else field.default,
+        )
+        for field in msgspec.structs.fields(struct)
+    ]
+
+
+KEYS: Final[dict[str, Key]] = {
+    key.dotted: key for section, struct in SECTIONS.items() for key in _keys(section, struct)
+}
+"""Every key by its dotted name, in the order of the documentation."""

@@ -1,0 +1,179 @@
+"""The operator's API, HTTP over control.sock: what `ps`, `logs`, `cancel` and `drain` speak.
+
+    GET  /v1/status                          who and how the worker is
+    GET  /v1/tasks[?all=1|undelivered=1]     tasks, oldest first
+    GET  /v1/output?id=ID[&offset=N]         a piece of a task's output; X-Offset, X-Next-Offset,
+                                             X-Total-Bytes and X-Ended say where it stands
+    POST /v1/cancel {"id": ID}
+    POST /v1/drain
+
+An id travels as a parameter and never as a part of a path: it is opaque text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from stockade.supervisor.errors import JournalError, RejectedError
+from stockade.supervisor.executor import Executor
+from stockade.supervisor.intake import Intake
+from stockade.supervisor.journal import Journal, Row
+from stockade.supervisor.links.http_server import STATUS_OF
+from stockade.supervisor.live_task import Phase
+from stockade.supervisor.output import OutputStore
+from stockade.supervisor.states import UNFINISHED
+
+RECENT_MAX: Final = 1000
+PIECE_BYTES: Final = 256 * 1024
+
+StatusSource = Callable[[], dict[str, Any]]
+
+
+class Control:
+    """Serves operators.
+
+    Args:
+        status: the worker's own part of /v1/status.
+        drain: begins a drain.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        executor: Executor,
+        intake: Intake,
+        output: OutputStore,
+        status: StatusSource,
+        drain: Callable[[], None],
+    ) -> None:
+        self._journal = journal
+        self._executor = executor
+        self._intake = intake
+        self._output = output
+        self._status = status
+        self._drain = drain
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve on a listening socket, which ``close`` closes."""
+        app = web.Application(middlewares=[_errors_as_json])
+        routes: tuple[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]], ...] = (
+            ("GET", "/v1/status", self._show_status),
+            ("GET", "/v1/tasks", self._list_tasks),
+            ("GET", "/v1/output", self._show_output),
+            ("POST", "/v1/cancel", self._cancel),
+            ("POST", "/v1/drain", self._start_drain),
+        )
+        for method, path, handler in routes:
+            app.router.add_route(method, path, handler)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _show_status(self, _request: web.Request) -> web.Response:
+        load = self._executor.load()
+        return web.json_response(
+            {
+                **self._status(),
+                "current_load": load.current_load,
+                "running_tasks": load.running_tasks,
+                "unfinished_tasks": len(self._executor.tasks),
+                "draining": self._executor.draining,
+                "journal_fault": self._journal.fault,
+            }
+        )
+
+    async def _list_tasks(self, request: web.Request) -> web.Response:
+        if request.query.get("undelivered"):
+            seqs = (await self._journal.undelivered_seqs())[:RECENT_MAX]
+            found = [await self._journal.row(seq) for seq in seqs]
+            rows = [row for row in found if row is not None]
+        elif request.query.get("all"):
+            rows = list(reversed(await self._journal.recent(RECENT_MAX)))
+        else:
+            rows = [task.row for task in self._executor.tasks.values()]
+        tasks = [self._describe(row) for row in sorted(rows, key=lambda row: row.seq)]
+        return web.json_response({"tasks": tasks})
+
+    async def _show_output(self, request: web.Request) -> web.Response:
+        row = await self._newest_row(request.query.get("id", ""))
+        ended = row.state not in UNFINISHED
+        try:
+            offset = int(request.query.get("offset", "0"))
+        except ValueError:
+            raise web.HTTPBadRequest(reason="offset is no number") from None
+        piece = self._output.read_from(row.seq, offset, PIECE_BYTES)
+        following = piece.offset + len(piece.data)
+        return web.Response(
+            body=piece.data,
+            content_type="application/octet-stream",
+            headers={
+                "X-Offset": str(piece.offset),
+                "X-Next-Offset": str(following),
+                "X-Total-Bytes": str(piece.total),
+                "X-Ended": "1" if ended and following >= piece.total else "0",
+            },
+        )
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        stopped = await self._intake.cancel(str(body.get("id", "")))
+        return web.json_response({"cancelled": stopped})
+
+    async def _start_drain(self, _request: web.Request) -> web.Response:
+        self._drain()
+        return web.json_response({"draining": True})
+
+    async def _newest_row(self, instance_id: str) -> Row:
+        rows = await self._journal.find(instance_id)
+        if not rows:
+            raise web.HTTPNotFound(reason="no task has this id")
+        return rows[-1]
+
+    def _describe(self, row: Row) -> dict[str, Any]:
+        live = self._executor.tasks.get(row.seq)
+        state = row.state.value
+        if live is not None:
+            state = "accepted" if live.phase is Phase.QUEUED else "running"
+        outcome = None if row.outcome is None else dataclasses.asdict(row.outcome)
+        return {
+            "id": row.dispatch.instance_id,
+            "seq": row.seq,
+            "type": row.dispatch.task_type,
+            "state": state,
+            "cancelled": row.cancelled or bool(live and live.cancel_reason),
+            "accepted_at": row.accepted_at,
+            "started_at": row.started_at,
+            "finished_at": row.finished_at,
+            "attempts": row.attempts,
+            "error": row.error,
+            "outcome": outcome,
+        }
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RejectedError as error:
+        return web.json_response({"error": str(error)}, status=STATUS_OF[error.rejection])
+    except JournalError as error:
+        return web.json_response({"error": str(error)}, status=503)
+    except json.JSONDecodeError:
+        return web.json_response({"error": "the request's body is not JSON"}, status=400)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)

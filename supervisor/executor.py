@@ -1,0 +1,399 @@
+"""Runs tasks: a queue, places for max_concurrency of them, and the life of each to its end.
+
+A task's start is journalled before the spawner hears of it, and its outcome before the spawner may
+forget it. So whatever dies at whatever moment, what the journal and the spawner hold together says
+what is still to be done; adoption.py compares them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from stockade.platform.errors import StockadeError
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.protocol import Ended, Started, Welcome
+from stockade.supervisor.adoption import reconcile
+from stockade.supervisor.errors import JournalError, RejectedError, SpawnerLostError
+from stockade.supervisor.heartbeat import Load
+from stockade.supervisor.journal import Journal, Row
+from stockade.supervisor.journal_rows import summarise
+from stockade.supervisor.live_task import LiveTask, OutputPipe, Phase
+from stockade.supervisor.output import Capture, OutputStore
+from stockade.supervisor.planning import Planner, cancelled_before_start, lost, refused
+from stockade.supervisor.process_plan import pack_start
+from stockade.supervisor.reporter import Reporter
+from stockade.supervisor.slots import SpawnerClient
+from stockade.supervisor.states import State
+from stockade.supervisor.task_end import completed, run_in_loop
+from stockade.supervisor.task_types.base import LoopPlan
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+JOURNAL_RETRY_S: Final = 1.0
+
+
+class Executor:
+    """The tasks that are neither finished nor refused. A SpawnerListener.
+
+    Args:
+        max_concurrency: how many run at once; the rest waits, first come, first served.
+        excerpt_bytes: how much of a task's output goes into its report.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        output: OutputStore,
+        reporter: Reporter,
+        planner: Planner,
+        max_concurrency: int,
+        excerpt_bytes: int,
+    ) -> None:
+        self.journal = journal
+        self._output = output
+        self._reporter = reporter
+        self._planner = planner
+        self._max_concurrency = max_concurrency
+        self._excerpt_bytes = excerpt_bytes
+        self.client: SpawnerClient | None = None
+        self.tasks: dict[int, LiveTask] = {}
+        self._queue: collections.deque[LiveTask] = collections.deque()
+        self._active: set[LiveTask] = set()
+        self._claims = 0
+        self._jobs: set[asyncio.Task[None]] = set()
+        self.connected = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Ended tasks by status and error code, for the metrics.
+        self.ended: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._draining = False
+        self._stopping = False
+
+    # --- places ---------------------------------------------------------------------------------
+
+    def claim(self) -> State:
+        """The state to journal a new task in.
+
+        RUNNING holds a place for it, so that acceptance and start are one commit. Every claim is
+        given to `submit` or `release`.
+        """
+        if self.connected.is_set() and not self._stopping and not self._queue and self._has_place():
+            self._claims += 1
+            return State.RUNNING
+        return State.ACCEPTED
+
+    def release(self, claimed: State) -> None:
+        """Give a claim back unused."""
+        if claimed is State.RUNNING:
+            self._claims -= 1
+            self._admit()
+
+    def submit(self, row: Row, claimed: State) -> LiveTask:
+        """Take a journalled task on. It starts in a later turn of the loop, if at all."""
+        task = self._add(row, Phase.QUEUED)
+        if claimed is State.RUNNING:
+            self._claims -= 1
+        if row.state is State.RUNNING:
+            self._activate(task)
+        else:
+            self._queue.append(task)
+            self._admit()
+        return task
+
+    def load(self) -> Load:
+        """What the heartbeat tells: full while nothing new should come."""
+        running = len(self._active)
+        full = self._draining or self.journal.fault is not None
+        wanted = self._max_concurrency if full else running + self.waiting
+        return Load(current_load=min(wanted, self._max_concurrency), running_tasks=running)
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks wait for a place."""
+        return sum(1 for task in self._queue if task.phase is Phase.QUEUED)
+
+    # --- recovery -------------------------------------------------------------------------------
+
+    def recover(self, rows: list[Row]) -> None:
+        """Take on what an earlier life left unfinished; nothing starts before a spawner answers."""
+        for row in rows:
+            task = self._add(row, Phase.QUEUED)
+            if row.state is State.ACCEPTED:
+                self._queue.append(task)
+                if row.cancelled:
+                    self.cancel(task, "cancelled")
+                continue
+            self._active.add(task)
+            task.phase = Phase.RECOVERED
+            task.recovered = True
+            task.cancel_reason = "cancelled" if row.cancelled else ""
+            with contextlib.suppress(RejectedError):
+                task.planned = self._planner.plan(row.dispatch)
+            if task.planned is None or isinstance(task.planned.plan, LoopPlan):
+                self.take_on(task)
+                task.end(lost("the worker was restarted while the task ran in it"))
+
+    def take_on(self, task: LiveTask) -> None:
+        """Follow a recovered task to its end, which the spawner (or nobody) tells."""
+        self._spawn(self._run(task))
+
+    def requeue(self, task: LiveTask) -> None:
+        """Put a recovered task, of which the spawner never heard, before all that wait."""
+        task.phase = Phase.QUEUED
+        task.row = dataclasses.replace(task.row, state=State.ACCEPTED)
+        self._active.discard(task)
+        self._queue.appendleft(task)
+
+    def send(self, task: LiveTask) -> None:
+        """Ask the spawner to start it; without a connection it is sent after the next one."""
+        assert self.client is not None
+        assert task.packed is not None
+        try:
+            self.client.start(task.packed)
+        except SpawnerLostError:
+            task.phase = Phase.UNSENT
+            return
+        except (OSError, StockadeError) as error:
+            task.end(Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=str(error)))
+            return
+        task.phase = Phase.SENT
+        if task.cancel_reason:
+            self.ask_for_end(task)
+
+    # --- the spawner's side ---------------------------------------------------------------------
+
+    async def spawner_connected(self, welcome: Welcome) -> None:
+        assert self.client is not None
+        await reconcile(self, self.client, welcome)
+        log.info("spawner connected", pid=welcome.pid, generation=welcome.generation)
+        self.connected.set()
+        for task in self.tasks.values():
+            if task.phase is Phase.UNSENT and task.packed is not None and not task.ended.done():
+                self.send(task)
+        self._admit()
+
+    def spawner_lost(self) -> None:
+        self.connected.clear()
+
+    def task_started(self, started: Started, output_fd: int | None) -> None:
+        task = self.tasks.get(started.seq)
+        if task is None or task.phase is Phase.ENDED:
+            if output_fd is not None:
+                os.close(output_fd)
+            return
+        first = task.phase is not Phase.RUNNING
+        task.phase = Phase.RUNNING
+        task.packed = None
+        self._attach(task, output_fd)
+        if first:
+            # A payload of megabytes is not kept in memory while its task runs.
+            task.row = dataclasses.replace(
+                task.row, started_at=started.started_at, dispatch=summarise(task.row.dispatch)
+            )
+            self._reporter.running(task.row)
+
+    def task_ended(self, ended: Ended, output_fd: int | None) -> None:
+        task = self.tasks.get(ended.seq)
+        if task is None or task.phase is Phase.ENDED:
+            if output_fd is not None:
+                os.close(output_fd)
+            if task is None and self.client is not None:
+                self.client.acknowledge(ended.seq)
+            return
+        self._attach(task, output_fd)
+        task.end(ended.outcome)
+
+    # --- cancel and drain -----------------------------------------------------------------------
+
+    def cancel(self, task: LiveTask, reason: str) -> None:
+        """Have a task ended: at once when it did not start, else by the spawner."""
+        if task.cancel_reason or task.phase is Phase.ENDED:
+            return
+        task.cancel_reason = reason
+        match task.phase:
+            case Phase.QUEUED:
+                task.end(cancelled_before_start())
+                self._spawn(self._finish(task, cancelled_before_start()))
+            case Phase.UNSENT if task.work is None:
+                task.end(cancelled_before_start())
+            case _:
+                self.ask_for_end(task)
+
+    def ask_for_end(self, task: LiveTask) -> None:
+        """Pass a cancel on; without a connection it is passed on after the next one."""
+        if task.work is not None:
+            task.work.cancel()
+            return
+        try:
+            if self.client is not None:
+                self.client.cancel(task.seq)
+        except SpawnerLostError:
+            log.info("the cancel waits for the spawner", seq=task.seq)
+
+    def find(self, instance_id: str) -> list[LiveTask]:
+        """The live tasks of this id: one for each scheduler that uses it."""
+        return [task for task in self.tasks.values() if task.instance_id == instance_id]
+
+    def drain(self) -> None:
+        """Report full load from now on; what arrives all the same still runs."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    async def idle(self) -> None:
+        """Until no task is left, queued or running."""
+        await self._idle.wait()
+
+    async def stop(self, reason: str) -> None:
+        """Start nothing more, terminate what runs, wait for its end. What is queued stays so."""
+        self._stopping = True
+        for task in list(self._active):
+            self.cancel(task, reason)
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
+    async def persist(self, write: Callable[[], Awaitable[T]]) -> T:
+        """The result of a journal's write, tried again after each JournalError."""
+        while True:
+            try:
+                return await write()
+            except JournalError as error:
+                log.warning("the journal cannot be written; trying again", reason=str(error))
+                await asyncio.sleep(JOURNAL_RETRY_S)
+
+    # --- one task's life ------------------------------------------------------------------------
+
+    def _add(self, row: Row, phase: Phase) -> LiveTask:
+        task = LiveTask(row, phase, asyncio.get_running_loop().create_future())
+        self.tasks[row.seq] = task
+        self._idle.clear()
+        return task
+
+    def _has_place(self) -> bool:
+        return len(self._active) + self._claims < self._max_concurrency
+
+    def _admit(self) -> None:
+        while self._queue and self.connected.is_set() and not self._stopping and self._has_place():
+            task = self._queue.popleft()
+            if task.phase is Phase.QUEUED and not task.ended.done():
+                self._activate(task)
+
+    def _activate(self, task: LiveTask) -> None:
+        if task.phase is Phase.QUEUED:
+            task.phase = Phase.UNSENT
+        self._active.add(task)
+        self._spawn(self._run(task))
+
+    def _spawn(self, life: Coroutine[Any, Any, None]) -> None:
+        job = asyncio.create_task(life)
+        self._jobs.add(job)
+        job.add_done_callback(self._job_done)
+
+    def _job_done(self, job: asyncio.Task[None]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled() and (error := job.exception()) is not None:
+            log.error("a task's end could not be recorded", exc_info=error)
+
+    async def _run(self, task: LiveTask) -> None:
+        try:
+            outcome = await self._carry_out(task)
+        except RejectedError as error:
+            outcome = refused(error)
+        except Exception as error:
+            log.exception("a task's start failed", seq=task.seq)
+            outcome = Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=f"fault: {error!r}")
+        await self._finish(task, outcome)
+
+    async def _carry_out(self, task: LiveTask) -> Outcome:
+        if task.phase is Phase.RECOVERED or task.ended.done():
+            return await task.ended
+        planned = self._planner.plan(task.row.dispatch)
+        task.planned = planned
+        packed = None
+        if not isinstance(planned.plan, LoopPlan):
+            packed = pack_start(task.seq, planned.plan, planned.limits, planned.profile)
+        if task.row.state is State.ACCEPTED:
+            await self.persist(lambda: self.journal.start(task.seq))
+            task.row = dataclasses.replace(task.row, state=State.RUNNING)
+        if isinstance(planned.plan, LoopPlan):
+            return await self._run_in_loop(task, planned.plan, planned.limits.runtime_max)
+        task.packed = packed
+        # Without a spawner it is sent when the next one has told what lives.
+        if self.connected.is_set() and not task.ended.done():
+            self.send(task)
+        return await task.ended
+
+    async def _run_in_loop(
+        self, task: LiveTask, plan: LoopPlan, runtime_max_s: float | None
+    ) -> Outcome:
+        if task.ended.done():
+            return task.ended.result()
+        capture = self._open_capture(task)
+        task.phase = Phase.RUNNING
+        task.row = dataclasses.replace(task.row, started_at=time.time())
+        self._reporter.running(task.row)
+        return await run_in_loop(task, plan, capture, runtime_max_s)
+
+    def _attach(self, task: LiveTask, output_fd: int | None) -> None:
+        if output_fd is None:
+            return
+        if task.output is not None:
+            # The same pipe, told again by another spawner.
+            os.close(output_fd)
+            return
+        task.output = OutputPipe(output_fd, self._open_capture(task))
+
+    def _open_capture(self, task: LiveTask) -> Capture:
+        if task.capture is None:
+            output_max = None if task.planned is None else task.planned.limits.output_max
+            open_capture = self._output.reopen if task.recovered else self._output.open
+            task.capture = open_capture(task.seq, output_max)
+        return task.capture
+
+    async def _finish(self, task: LiveTask, outcome: Outcome) -> None:
+        task.phase = Phase.ENDED
+        task.packed = None
+        self._active.discard(task)
+        self._admit()
+        if task.output is not None:
+            task.output.drain()
+        elif task.recovered:
+            # Nobody has its pipe any more; what an earlier life stored is still worth telling.
+            self._open_capture(task)
+        outcome = completed(task, outcome)
+        excerpt, stored_bytes = "", None
+        if task.capture is not None:
+            task.capture.finish()
+            excerpt = task.capture.excerpt(self._excerpt_bytes)
+            stored_bytes = task.capture.stored_bytes
+        await self.persist(lambda: self.journal.finish(task.seq, outcome, excerpt, stored_bytes))
+        del self.tasks[task.seq]
+        self.ended[outcome.status.value, outcome.error_code.value] += 1
+        self._reporter.finished(
+            dataclasses.replace(
+                task.row,
+                state=State.FINISHED,
+                outcome=outcome,
+                excerpt=excerpt,
+                finished_at=outcome.finished_at,
+            )
+        )
+        if self.client is not None:
+            self.client.acknowledge(task.seq)
+        task.settled.set()
+        if not self.tasks:
+            self._idle.set()

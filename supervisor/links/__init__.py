@@ -1,0 +1,1 @@
+"""Ways to talk to schedulers: wire messages to dispatches, and reports to wire messages."""

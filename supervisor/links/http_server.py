@@ -1,0 +1,286 @@
+"""What schedulers ask the worker over HTTP: execute, cancel, health, metrics.
+
+aiohttp's low-level server with one handler: a dispatch costs the parsing of its request, one decode
+and the journal, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from stockade.supervisor.errors import RejectedError, Rejection
+from stockade.supervisor.links.access import Access
+from stockade.supervisor.links.link import Intake, checked_instance_id
+from stockade.supervisor.outages import LineLimit
+from stockade.supervisor.wire.messages import (
+    CANCEL_PATH,
+    EXECUTE_PATH,
+    HEALTH_PATH,
+    MAX_DISPATCH_BYTES,
+    METRICS_PATH,
+    CancelRequest,
+    ExecuteRequest,
+)
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+STATUS_OF: Final = {
+    Rejection.INVALID: 400,
+    Rejection.TOO_LARGE: 413,
+    Rejection.UNAVAILABLE: 503,
+}
+
+# Longer than any client keeps an idle connection: were ours the shorter time, a dispatch could meet
+# a connection that is just being closed, and a first dispatch that fails is never sent again.
+KEEPALIVE_S: Final = 300.0
+BODY_TIMEOUT_S: Final = 30.0
+# Refused peers get an answer, but may not hold descriptors with it.
+REFUSED_OPEN_MAX: Final = 32
+REFUSED_OPEN_S: Final = 5.0
+
+_JSON: Final = {"Content-Type": "application/json"}
+_PROMETHEUS: Final = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+_ACCEPTED: Final = b'{"status":"accepted"}'
+_CANCELLED: Final = b'{"status":"cancelled"}'
+_OK: Final = b'{"status":"ok"}'
+
+_EXECUTE: Final = msgspec.json.Decoder(ExecuteRequest)
+_CANCEL: Final = msgspec.json.Decoder(CancelRequest)
+
+
+class HttpServer:
+    """Answers schedulers on sockets that are already bound.
+
+    Args:
+        intake: gets the dispatches and cancels.
+        access: who may connect.
+        metrics: the Prometheus text.
+        link: the name under which dispatches are handed on.
+    """
+
+    def __init__(
+        self, intake: Intake, access: Access, metrics: Callable[[], bytes], link: str
+    ) -> None:
+        self._intake = intake
+        self._access = access
+        self._metrics = metrics
+        self._link = link
+        self._connections: _Connections | None = None
+        self._servers: list[asyncio.Server] = []
+        self._routes: dict[
+            str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.Response]]]
+        ] = {
+            EXECUTE_PATH: ("POST", self._execute),
+            CANCEL_PATH: ("POST", self._cancel),
+            HEALTH_PATH: ("GET", self._health),
+            METRICS_PATH: ("GET", self._show_metrics),
+        }
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Serve on these listening sockets, which are closed by ``stop``."""
+        loop = asyncio.get_running_loop()
+        self._connections = _Connections(self._answer, self._access)
+        for listener in sockets:
+            self._servers.append(await loop.create_server(self._connections, sock=listener))
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Take no new connection, let running requests end, close all."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        if self._connections is not None:
+            await self._connections.shutdown(grace_s)
+            self._connections = None
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        refusal = cast(_Connection, request.protocol).refusal
+        if refusal is not None:
+            response = _error(403, f"cannot serve this peer: {refusal}")
+            response.force_close()
+            return response
+        try:
+            return await self._routed(request)
+        except RejectedError as error:
+            return _error(STATUS_OF[error.rejection], str(error))
+        except Exception:
+            log.exception("request failed", path=request.raw_path[:100])
+            return _error(500, "cannot serve the request: a fault in the worker, see its log")
+
+    async def _routed(self, request: web.BaseRequest) -> web.Response:
+        path = request.raw_path.partition("?")[0]
+        route = self._routes.get(path)
+        if route is None:
+            return _error(404, f"cannot find {path[:100]}: there is no such path")
+        method, handler = route
+        if request.method != method and (request.method, method) != ("HEAD", "GET"):
+            problem = f"cannot {request.method[:20]} {path}: only {method} is served"
+            return _error(405, problem, {"Allow": method})
+        if path != HEALTH_PATH:
+            refusal = self._access.token_refusal(request.headers.get("Authorization"))
+            if refusal is not None:
+                problem = f"cannot serve {path}: {refusal}"
+                return _error(401, problem, {"WWW-Authenticate": "Bearer"})
+        return await handler(request)
+
+    async def _execute(self, request: web.BaseRequest) -> web.Response:
+        dispatch = _decode(_EXECUTE, await _body(request), "dispatch")
+        await self._intake.execute(dispatch, self._link)
+        return web.Response(status=202, body=_ACCEPTED, headers=_JSON)
+
+    async def _cancel(self, request: web.BaseRequest) -> web.Response:
+        cancel = _decode(_CANCEL, await _body(request), "cancel")
+        if await self._intake.cancel(checked_instance_id(cancel.schedule_instance_id)):
+            return web.Response(body=_CANCELLED, headers=_JSON)
+        # A cancel is answered 200 either way, as schedulers expect; the body tells.
+        return _error(200, "cannot cancel the task: it is unknown or has ended")
+
+    async def _health(self, _request: web.BaseRequest) -> web.Response:
+        return web.Response(body=_OK, headers=_JSON)
+
+    async def _show_metrics(self, _request: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._metrics(), headers=_PROMETHEUS)
+
+
+class _Connections(web.Server):
+    """aiohttp's server, with connections that are asked about the moment they are accepted."""
+
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.Response]], access: Access
+    ) -> None:
+        super().__init__(
+            handler,
+            request_factory=self._request,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=KEEPALIVE_S,
+        )
+        self.access = access
+        self.refused_open = 0
+        self.refused_lines = LineLimit(10.0)
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        return web.BaseRequest(
+            message,
+            payload,
+            protocol,
+            writer,
+            task,
+            self._loop,
+            client_max_size=MAX_DISPATCH_BYTES,
+        )
+
+
+class _Connection(web.RequestHandler):
+    """One connection, which knows whether it is refused before it reads its first byte.
+
+    Asked later, a peer that sends and closes at once would have left nothing to be traced by. The
+    answer stays with the connection, since a request may be handled after the connection is lost.
+    """
+
+    refusal: str | None = "the peer is not known yet"
+
+    def __init__(self, connections: _Connections, **settings: Any) -> None:
+        super().__init__(connections, **settings)
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer, listener = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        if peer and listener:
+            self.refusal = self._connections.access.peer_refusal(peer[:2], listener[:2])
+        else:
+            self.refusal = "the peer is gone already"
+        super().connection_made(transport)
+        if self.refusal is not None:
+            self._refuse(cast(asyncio.Transport, transport), peer)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        if self.refusal is not None:
+            self._connections.refused_open -= 1
+
+    def _refuse(self, transport: asyncio.Transport, peer: Any) -> None:
+        connections = self._connections
+        held_back = connections.refused_lines.allow()
+        if held_back is not None:
+            log.warning(
+                "connection refused",
+                peer=peer[0] if peer else None,
+                reason=self.refusal,
+                others=held_back,
+            )
+        connections.refused_open += 1
+        if connections.refused_open > REFUSED_OPEN_MAX:
+            transport.abort()
+        else:
+            asyncio.get_running_loop().call_later(REFUSED_OPEN_S, transport.abort)
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """The request's body.
+
+    Raises:
+        RejectedError: it is too large, or does not come in time.
+    """
+    length = request.content_length
+    if length is not None and length > MAX_DISPATCH_BYTES:
+        raise _too_large()
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    try:
+        if request.content.is_eof():
+            return await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large() from None
+    except TimeoutError:
+        raise RejectedError(
+            Rejection.INVALID,
+            f"cannot read the request: its body did not come within {BODY_TIMEOUT_S:.0f} s",
+        ) from None
+
+
+def _too_large() -> RejectedError:
+    return RejectedError(
+        Rejection.TOO_LARGE,
+        f"cannot take the request: its body is over {MAX_DISPATCH_BYTES} bytes",
+    )
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes, what: str) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        problem = f"a field has the wrong type: {error}"
+    except msgspec.DecodeError as error:
+        problem = f"it is not JSON: {error}"
+    except (UnicodeDecodeError, RecursionError) as error:
+        problem = f"it is not JSON that can be read: {error}"
+    raise RejectedError(Rejection.INVALID, f"cannot take the {what}: {problem}")
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode({"error": message.encode("utf-8", "replace").decode("utf-8")})
+    return web.Response(status=status, body=body, headers={**_JSON, **(headers or {})})

@@ -1,0 +1,1 @@
+"""The embedded single-host scheduler. Of ours it shares the wire messages only."""

@@ -1,0 +1,1 @@
+"""The kinds of task: each turns a dispatch into something to run."""

@@ -1,0 +1,105 @@
+"""The daemon: everything put together, in the order that privileges and crashes ask for.
+
+    configuration, lock, listeners, spawner, control socket     as who started it, blocking
+    become [worker] user                                        for good
+    journal, what an earlier life left, spawner's tasks, links  in the event loop
+
+Nothing forks after the event loop has started: the spawner makes the tasks' processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Final
+
+import structlog
+import uvloop
+
+from stockade.platform import prctl
+from stockade.sandbox import capabilities
+from stockade.sandbox.settings import SpawnerSettings
+from stockade.sandbox.start import start_spawner
+from stockade.supervisor.config import Config, Loaded, OnUnsupported
+from stockade.supervisor.control_socket import listen_control
+from stockade.supervisor.daemon import Daemon
+from stockade.supervisor.errors import ConfigError
+from stockade.supervisor.links.access import read_token
+from stockade.supervisor.links.http import open_listeners
+from stockade.supervisor.logs import set_up_logs
+from stockade.supervisor.places import become, open_places, supervisor_user
+
+log = structlog.get_logger(__name__)
+
+# Imported by the standard library and aiohttp only when first needed; by then the installation may
+# be out of reach of the user that the supervisor has become.
+_NEEDED_LATER: Final = (
+    "concurrent.futures.thread", "encodings.idna", "encodings.punycode",
+    "encodings.latin_1", "encodings.ascii", "encodings.utf_8_sig", "stringprep",
+    "aiohttp.web_runner",
+    "asyncio.base_events", "asyncio.unix_events", "uuid", "json.decoder", "traceback",
+)  # fmt: skip
+
+
+def run_worker(loaded: Loaded) -> int:
+    """Run the worker until it is told to stop. Returns the process's exit status.
+
+    Raises:
+        ConfigError: the configuration, or what it names, cannot be used here.
+        StockadeError: the worker cannot start.
+    """
+    config = loaded.config
+    set_up_logs(config.worker.log_level.value)
+    for warning in loaded.warnings:
+        log.warning(warning)
+    user = supervisor_user(config.worker.user)
+    if user.missing:
+        log.warning("the supervisor stays root: no such user", user=user.missing)
+    check_host(config)
+    places = open_places(config.worker, user)
+    listeners = open_listeners(config.http.listen)
+    token = "" if config.http.token_file is None else read_token(config.http.token_file)
+    prctl.set_child_subreaper()
+    as_root = os.geteuid() == 0
+    spawner = start_spawner(
+        SpawnerSettings(
+            worker_id=config.worker.id,
+            runtime_dir=str(config.worker.runtime_dir),
+            state_dir=str(config.worker.state_dir),
+            supervisor_uid=user.uid,
+            supervisor_gid=user.gid,
+            uid_min=config.worker.uid_min,
+            uid_max=config.worker.uid_max,
+        )
+    )
+    log.info("spawner found" if spawner.found else "spawner started", socket=spawner.socket_path)
+    control = listen_control(
+        config.worker.runtime_dir, group=user.gid if as_root and user.changes else None
+    )
+    for module in _NEEDED_LATER:
+        importlib.import_module(module)
+    if user.changes:
+        become(user)
+    task_uids = range(config.worker.uid_min, config.worker.uid_max + 1) if as_root else None
+    daemon = Daemon(config, places, Path(spawner.socket_path), token, task_uids)
+    return uvloop.run(daemon.run(listeners, control))
+
+
+def check_host(config: Config) -> None:
+    """Say what this host cannot enforce; refuse to start with it unless degrading is allowed.
+
+    Raises:
+        ConfigError: something is missing and ``on_unsupported`` is ``refuse``.
+    """
+    host = capabilities.probe()
+    missing = capabilities.missing(config.profile.name.value, config.limits, host)
+    if missing and config.worker.on_unsupported is OnUnsupported.REFUSE:
+        lines = [f"  {entry.feature}: {entry.why}; {entry.mend}" for entry in missing]
+        raise ConfigError(
+            "cannot start: this host does not offer what the configuration asks for\n"
+            + "\n".join(lines)
+            + '\nmend that, or set worker.on_unsupported = "degrade" to run with what there is'
+        )
+    for entry in missing:
+        log.warning("not enforced", feature=entry.feature, why=entry.why, instead=entry.instead)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recording_scheduler import RecordingScheduler, post
+from worker_process import DEADLINE_S, STOCKADE, WorkerProcess, eventually
+
+from stockade.supervisor.wire.messages import EXECUTE_PATH
+
+
+def stockade(
+    *arguments: str, worker: WorkerProcess | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": "/nonexistent"}
+    if worker is not None:
+        environment["STOCKADE_WORKER_RUNTIME_DIR"] = str(worker.place / "run")
+    return subprocess.run(
+        [*STOCKADE, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_ps_lists_running_all_and_undelivered_tasks(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    url = worker.url
+    scheduler.dispatch(url, schedule_instance_id="done", payload="exit 3")
+    scheduler.terminal_report("done")
+    eventually(lambda: worker.status()["undelivered_reports"] == 0)
+    scheduler.stop()
+    scheduler.dispatch(url, schedule_instance_id="owed", payload="true")
+    scheduler.dispatch(url, schedule_instance_id="evil\x1b[2J\nid", payload="sleep 60")
+    eventually(lambda: [task["state"] for task in worker.tasks()] == ["running"])
+    lines = stockade("ps", worker=worker).stdout.splitlines()
+    assert lines[0].split() == ["ID", "TYPE", "STATE", "ACCEPTED", "RUN", "OUTCOME"]
+    assert [line.split()[0] for line in lines[1:]] == ["evil?[2J?id"]
+    ended = stockade("ps", "--all", worker=worker)
+    assert [line.split()[0] for line in ended.stdout.splitlines()[1:]] == [
+        "done", "owed", "evil?[2J?id",
+    ]  # fmt: skip
+    assert "failed: exit status 3" in ended.stdout
+    assert "1 undelivered reports" in ended.stderr
+    owed = json.loads(stockade("ps", "--undelivered", "--json", worker=worker).stdout)
+    assert [task["id"] for task in owed] == ["owed"]
+
+
+def test_logs_prints_what_was_printed_and_follows_to_the_end(
+    scheduler: RecordingScheduler, worker: WorkerProcess, place: Path
+) -> None:
+    script = f"echo one; until [ -e {place}/go ]; do sleep 0.05; done; echo two"
+    scheduler.dispatch(worker.url, schedule_instance_id="a/../b", payload=script)
+    eventually(lambda: stockade("logs", "a/../b", worker=worker).stdout == "one\n")
+    following = subprocess.Popen(
+        [*STOCKADE, "logs", "-f", "--socket", str(worker.place / "run/control.sock"), "a/../b"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert following.stdout is not None
+    assert following.stdout.readline() == "one\n"
+    (place / "go").touch()
+    assert following.communicate(timeout=DEADLINE_S)[0] == "two\n"
+    assert following.returncode == 0
+    assert stockade("logs", "a/../b", worker=worker).stdout == "one\ntwo\n"
+
+
+def test_logs_marks_what_was_cut(
+    scheduler: RecordingScheduler, make_worker: Callable[..., WorkerProcess]
+) -> None:
+    worker = make_worker(extra='[limits]\noutput_max = "64K"')
+    payload = "head -c 1M /dev/zero | tr '\\0' x; echo; echo end"
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload=payload)
+    report = scheduler.terminal_report("t", DEADLINE_S)
+    assert (report["output_truncated"], report["output_bytes"]) == (True, (1 << 20) + 5)
+    output = stockade("logs", "t", worker=worker).stdout
+    assert re.fullmatch(r"x{32768}\n\[\.\.\. (\d+) bytes cut \.\.\.\]\nx+\nend\n", output)
+
+
+def test_cancel_and_its_refusals(scheduler: RecordingScheduler, worker: WorkerProcess) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="sleep 60")
+    assert stockade("cancel", "t", worker=worker).returncode == 0
+    assert scheduler.terminal_report("t")["status"] == "cancelled"
+    for name, words in (("t", "has ended"), ("unknown", "unknown"), ("", "missing")):
+        ended = stockade("cancel", name, worker=worker)
+        assert ended.returncode == 1
+        assert words in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_drain_reports_full_load_and_wait_returns_when_nothing_is_left(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="sleep 1")
+    assert stockade("drain", worker=worker).returncode == 0
+    status = worker.status()
+    assert (status["draining"], status["current_load"]) == (True, status["max_concurrency"])
+    assert stockade("drain", "--wait", worker=worker).returncode == 0
+    assert worker.status()["unfinished_tasks"] == 0
+    assert scheduler.terminal_report("t")["status"] == "success"
+
+
+@pytest.mark.parametrize("command", [["ps"], ["logs", "x"], ["cancel", "x"], ["drain"]])
+def test_without_a_worker_the_message_says_where_it_was_looked_for(command: list[str]) -> None:
+    ended = stockade(*command, "--socket", "/nonexistent/control.sock")
+    assert ended.returncode == 1
+    assert "cannot reach a worker at /nonexistent/control.sock" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_doctor_lists_every_limit_and_how_to_mend_what_is_missing() -> None:
+    text = stockade("doctor").stdout
+    assert "memory_max" in text
+    found = json.loads(stockade("doctor", "--json").stdout)
+    assert found["host"]["kernel"]
+    for missing in found["profiles"]["process"]["missing"]:
+        assert missing["mend"]
+
+
+def test_version_help_and_unknown_commands() -> None:
+    assert stockade("--version").stdout.startswith("stockade ")
+    assert stockade().returncode == 2
+    text = stockade("--help").stdout
+    for name in ("run", "worker", "dev", "scheduler", "submit", "ps", "logs", "doctor", "config"):
+        assert re.search(rf"^  {name} ", text, re.MULTILINE)
+    assert stockade("no-such-command").returncode == 2
+
+
+def test_run_imports_neither_the_daemon_nor_its_libraries() -> None:
+    code = (
+        "import sys; from stockade.supervisor.cli.main import build_app; build_app(['run']);"
+        "late = ('asyncio', 'aiohttp', 'uvloop', 'structlog', 'rich');"
+        "print([name for name in late if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_dev_runs_scheduler_and_worker_and_ends_on_ctrl_c(place: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *STOCKADE, "dev", "--scheduler-listen", "127.0.0.1:0", "--listen", "127.0.0.1:0",
+            "--state-dir", str(place / "state"), "--runtime-dir", str(place / "run"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        match = re.match(r"scheduler: (http://\S+)", process.stdout.readline())
+        assert match is not None
+        submit = ("submit", "--scheduler", match[1], "--wait", "echo hello; exit 3")
+        ended = eventually(
+            lambda: (found := stockade(*submit)).returncode == 3 and found, DEADLINE_S
+        )
+        assert ended.stdout == "hello\n"
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+
+
+def test_dispatch_over_4_mib_is_too_large(worker: WorkerProcess) -> None:
+    body = {"schedule_instance_id": "t", "payload": "x" * (4 << 20)}
+    assert post(worker.url + EXECUTE_PATH, body)[0] == 413

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_process import DEADLINE_S, STOCKADE, eventually, processes_that_name
+
+from stockade.supervisor.limits import LIMIT_FIELDS
+
+ENVIRONMENT = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "SECRET": "token"}
+
+
+def stockade_run(
+    *arguments: str, stdin: bytes | int | None = None, **options: Any
+) -> subprocess.CompletedProcess[bytes]:
+    given = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": subprocess.DEVNULL}
+    return subprocess.run(
+        [*STOCKADE, "run", *arguments],
+        capture_output=True,
+        env=ENVIRONMENT,
+        timeout=DEADLINE_S,
+        check=False,
+        **given,
+        **options,
+    )
+
+
+def outcome_of(ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ended.stderr.splitlines()[-1])
+    return found
+
+
+def leftovers() -> list[Path]:
+    return list(Path("/tmp").glob("stockade-run-*"))
+
+
+def test_output_and_error_output_stay_apart() -> None:
+    ended = stockade_run("--", "sh", "-c", "echo out; echo err >&2")
+    assert (ended.returncode, ended.stdout) == (0, b"out\n")
+    lines = ended.stderr.splitlines()
+    assert lines[-1] == b"err"
+    # On a host that cannot enforce everything, one line more says so.
+    assert len(lines) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "error_code"),
+    [
+        (["--", "true"], 0, ""),
+        (["--", "sh", "-c", "exit 7"], 7, "execute_failed"),
+        (["--", "sh", "-c", "exit 137"], 137, "execute_failed"),
+        (["--timeout", "300ms", "--", "sleep", "60"], 124, "timeout"),
+        (["--runtime-max", "300ms", "--", "sleep", "60"], 124, "timeout"),
+        (["--", "sh", "-c", "kill -SEGV $$"], 128 + 11, "signaled"),
+        (["--", "sh", "-c", "kill -KILL $$"], 128 + 9, "signaled"),
+        (["--", "/nonexistent/program"], 125, "spawn_failed"),
+        (["--", "no-such-program"], 125, "spawn_failed"),
+        (
+            ["--memory-max", "40M", "--", "python3", "-c", "x=b'x'*(200<<20);input()"],
+            137,
+            "oom_killed",
+        ),
+    ],
+)
+def test_exit_status_and_json_tell_how_it_ended(
+    arguments: list[str], status: int, error_code: str
+) -> None:
+    ended = stockade_run("--json", *arguments)
+    outcome = outcome_of(ended)
+    assert (ended.returncode, outcome["error_code"]) == (status, error_code), ended.stderr
+    assert set(outcome) >= {
+        "status", "error_code", "exit_code", "signal", "reason", "wall_s", "cpu_s",
+        "memory_peak_bytes", "processes_peak", "output_bytes", "output_truncated", "profile",
+        "degraded",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such-flag", "--", "true"],
+        ["--memory-max", "lots", "--", "true"],
+        ["--timeout", "-1", "--", "true"],
+        ["--env", "novalue", "--", "true"],
+        ["--profile", "imaginary", "--", "true"],
+        ["--config", "/nonexistent.toml", "--", "true"],
+        [],
+    ],
+)
+def test_what_stockade_cannot_do_ends_with_125_and_no_traceback(arguments: list[str]) -> None:
+    ended = stockade_run(*arguments)
+    assert ended.returncode == 125
+    assert ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_there_is_a_flag_for_every_limit() -> None:
+    text = stockade_run("--help").stdout.decode()
+    for name in LIMIT_FIELDS:
+        assert f"--{name.replace('_', '-')} " in text
+
+
+def test_environment_is_clean_and_env_adds_to_it() -> None:
+    ended = stockade_run("--env", "A=b=c", "--", "env")
+    names = {line.partition(b"=")[0].decode() for line in ended.stdout.splitlines()}
+    assert names == {
+        "PATH", "HOME", "TMPDIR", "PWD", "USER", "LOGNAME", "SHELL", "LANG", "SANDBOX", "A",
+    }  # fmt: skip
+    assert b"A=b=c\n" in ended.stdout
+
+
+def test_working_directory_is_fresh_and_gone_afterwards() -> None:
+    ended = stockade_run("--", "sh", "-c", "pwd; ls -A; mkdir -p a/b; chmod 0 a")
+    (directory,) = ended.stdout.decode().split()
+    assert not Path(directory).exists()
+    assert leftovers() == []
+
+
+def test_chdir_starts_elsewhere() -> None:
+    assert stockade_run("--chdir", "/usr/bin", "--", "pwd").stdout == b"/usr/bin\n"
+
+
+def test_standard_input_is_passed_on() -> None:
+    assert stockade_run("--", "cat", stdin=b"x" * 300_000).stdout == b"x" * 300_000
+
+
+def test_terminal_is_not_passed_on() -> None:
+    leader, follower = pty.openpty()
+    try:
+        ended = subprocess.run(
+            [*STOCKADE, "run", "--", "sh", "-c", "[ -t 0 ] && echo terminal; cat; tty"],
+            stdin=follower,
+            capture_output=True,
+            env=ENVIRONMENT,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert ended.stdout == b"not a tty\n"
+
+
+def test_output_is_passed_on_whole_and_counted() -> None:
+    ended = stockade_run("--json", "--", "head", "-c", "20M", "/dev/zero")
+    assert len(ended.stdout) == 20 << 20
+    outcome = outcome_of(ended)
+    assert (outcome["output_bytes"], outcome["output_truncated"]) == (20 << 20, False)
+
+
+def test_output_max_cuts_what_is_passed_on() -> None:
+    ended = stockade_run("--json", "--output-max", "100K", "--", "head", "-c", "1M", "/dev/zero")
+    assert len(ended.stdout) == 100 << 10
+    outcome = outcome_of(ended)
+    assert (outcome["output_bytes"], outcome["output_truncated"]) == (1 << 20, True)
+
+
+def test_reader_that_goes_away_ends_the_command() -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f"{' '.join(STOCKADE)} run -- yes | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        env=ENVIRONMENT,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (ended.stdout, ended.returncode) == (b"y\n", 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_cancels_the_command_and_leaves_nothing(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [*STOCKADE, "run", "--json", "--", "sh", "-c", "echo begun; sleep 654.5"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + number
+    assert json.loads(errors.splitlines()[-1])["status"] == "cancelled"
+    assert processes_that_name("654.5") == []
+    assert leftovers() == []
+
+
+def test_killed_run_takes_its_command_with_it() -> None:
+    process = subprocess.Popen(
+        [*STOCKADE, "run", "--", "sh", "-c", "echo begun; pwd; sleep 655.5"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    directory = Path(process.stdout.readline().decode().strip()).parents[1]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    eventually(lambda: not processes_that_name("655.5"))
+    eventually(lambda: not processes_that_name(str(directory)))
+    subprocess.run(["rm", "-r", directory], check=True)
+
+
+def test_runs_side_by_side_do_not_meet() -> None:
+    processes = [
+        subprocess.Popen(
+            [*STOCKADE, "run", "--", "sh", "-c", f"sleep 0.2; echo {number}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+        )
+        for number in range(6)
+    ]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    assert outputs == [b"%d\n" % number for number in range(6)]
+
+
+def test_unsupported_limits_are_refused_when_asked_for() -> None:
+    ended = stockade_run("--on-unsupported", "refuse", "--workdir-max", "1M", "--", "true")
+    assert ended.returncode == 125
+    assert b"cannot enforce" in ended.stderr
