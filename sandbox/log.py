@@ -20,7 +20,10 @@ class DroppingHandler(logging.Handler):
         self._dropped = 0
         mode = os.fstat(fd).st_mode
         self._socket: socket.socket | None = None
-        if stat.S_ISSOCK(mode):
+        if stat.S_ISREG(mode):
+            # Never blocks; a new description would have a position of its own and overwrite.
+            self._fd = os.dup(fd)
+        elif stat.S_ISSOCK(mode):
             # systemd hands services a stream socket to the journal.
             self._socket = socket.socket(fileno=os.dup(fd))
             self._fd = -1

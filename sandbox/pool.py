@@ -48,9 +48,9 @@ class Pool:
         self._limits = limits
         self._discard = discard
         self._watch_child = watch_child
-        self._least = least
-        self._most = max(least, most)
-        self._aim = least
+        self._least = min(least, most)
+        self._most = most
+        self._aim = self._least
         self._ready: collections.deque[Slot] = collections.deque()
         self._refill_timer: Timer | None = None
         self._shrink_timer: Timer | None = None

@@ -6,7 +6,8 @@ import contextlib
 import enum
 import logging
 import os
-from typing import TYPE_CHECKING
+import select
+from typing import TYPE_CHECKING, Final
 
 from stockade.platform import pidfd, proc
 from stockade.platform.errors import SyscallError
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from stockade.sandbox.spawner import Spawner
 
 log = logging.getLogger(__name__)
+
+
+_SETTLE_LOOKS: Final = 100
+_SETTLE_LOOK_MS: Final = 10
 
 
 class Succession(enum.Enum):
@@ -61,6 +66,15 @@ def _take_over(
     spawner: Spawner, succession: Succession, record: RecordFile, found: Record, header: SlotRecord
 ) -> None:
     launcher = _open_launcher(header)
+    if launcher is not None and _exits_soon(record, launcher):
+        os.close(launcher)
+        launcher = None
+    found = record.read()
+    if launcher is None and found == Record(slot=header) and header.boot_id == proc.boot_id():
+        # The launcher writes "started" before it lets the task go, so this one never ran. Without
+        # a record the supervisor sends it again; what is left of its slot is swept.
+        record.remove()
+        return
     task = Task(
         spawner.loop, spawner, _slot_of(spawner, header, launcher), record, header,
         controllers=spawner.controllers,
@@ -84,6 +98,23 @@ def _take_over(
         task.adopt(found)
     else:
         task.kill(Cause.LOST, "the worker's processes died while the task ran")
+
+
+def _exits_soon(record: RecordFile, launcher: int) -> bool:
+    """Whether the launcher has exited, or does so now because it never got its message.
+
+    Its channel is closed: within moments it has started the task, or is gone. One that does
+    neither (it is stopped, say) is followed like any other.
+    """
+    poll = select.poll()
+    poll.register(launcher, select.POLLIN)
+    for _ in range(_SETTLE_LOOKS):
+        if poll.poll(_SETTLE_LOOK_MS):
+            return True
+        found = record.read()
+        if found.started is not None or found.failed is not None:
+            return False
+    return False
 
 
 def _open_launcher(header: SlotRecord) -> int | None:

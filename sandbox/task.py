@@ -166,7 +166,7 @@ class Task:
     # Ending it.
 
     def _deadline(self, limit_s: float) -> None:
-        self.terminate(Cause.TIMEOUT, f"timeout: ran longer than {limit_s:g} s")
+        self.terminate(Cause.TIMEOUT, f"timeout: ran longer than {limit_s:g}s")
 
     def _start_deadline(self) -> None:
         if self._set_cause(

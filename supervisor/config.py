@@ -82,6 +82,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         user: whom the supervisor becomes when started as root.
         uid_min: first uid of the range that tasks run as when the worker was started as root.
         uid_max: last one.
+        pool_min: slots that wait ready for tasks when nothing has happened for long.
+        pool_max: most slots that may wait ready; 0 for none at all.
     """
 
     id: Annotated[str, WORKER_ID]
@@ -101,6 +103,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # 0x70000000 up to 0x7fffffff unused).
     uid_min: Annotated[int, count(1000, 2**32 - 3)] = 0x70000000
     uid_max: Annotated[int, count(1000, 2**32 - 3)]
+    pool_min: Annotated[int, count(0, 1000)] = 2
+    pool_max: Annotated[int, count(0, 1000)] = 16
     log_level: Annotated[LogLevel, choice(LogLevel)] = LogLevel.INFO
 
 

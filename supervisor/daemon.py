@@ -14,7 +14,7 @@ from typing import Any, Final
 import structlog
 
 from stockade.sandbox import capabilities
-from stockade.supervisor.config import Config, OnUnsupported
+from stockade.supervisor.config import Config
 from stockade.supervisor.control import Control
 from stockade.supervisor.errors import SpawnerLostError
 from stockade.supervisor.executor import Executor
@@ -174,13 +174,11 @@ class Daemon:
 
     def _planner(self) -> Planner:
         config = self._config
-        degrades = config.worker.on_unsupported is OnUnsupported.DEGRADE
         return Planner(
             limits=config.limits,
             limits_max=config.limits_max,
             profile=config.profile.name.value,
             supported=capabilities.PROFILES,
-            weaker_allowed=capabilities.PROFILES if degrades else (),
             task_types=self._task_types,
         )
 

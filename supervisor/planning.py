@@ -32,14 +32,12 @@ class Planned:
     """All that starting one task needs.
 
     Attributes:
-        degraded: what was asked for and is not enforced, beyond what the spawner says.
         notes: wishes that were lowered, for the report's reason.
     """
 
     plan: Plan
     limits: Limits
     profile: str
-    degraded: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -50,8 +48,6 @@ class Planner:
         profile: the worker's own profile.
         supported: the profiles that can be enforced here.
         task_types: by name.
-        weaker_allowed: profiles that stand in for a stronger one that is not supported; empty where
-            such a task is refused instead.
     """
 
     def __init__(
@@ -61,14 +57,12 @@ class Planner:
         limits_max: Limits,
         profile: str,
         supported: tuple[str, ...],
-        weaker_allowed: tuple[str, ...],
         task_types: Mapping[str, TaskType],
     ) -> None:
         self._limits = limits
         self._limits_max = limits_max
         self._profile = profile
         self._supported = supported
-        self._weaker_allowed = weaker_allowed
         self._task_types = task_types
 
     def plan(self, dispatch: Dispatch) -> Planned:
@@ -80,26 +74,25 @@ class Planner:
         task_type = self._task_types.get(dispatch.task_type)
         if task_type is None:
             raise UnsupportedTaskTypeError(dispatch.task_type, self._task_types)
-        profile, degraded = self._choose_profile(dispatch.profile)
+        profile = self._choose_profile(dispatch.profile)
         limits, notes = effective(
             self._limits, self._limits_max, dispatch.limits, dispatch.timeout_s
         )
-        return Planned(task_type.plan(dispatch), limits, profile, degraded, notes)
+        return Planned(task_type.plan(dispatch), limits, profile, notes)
 
-    def _choose_profile(self, wish: str | None) -> tuple[str, tuple[str, ...]]:
+    def _choose_profile(self, wish: str | None) -> str:
         if wish is not None and wish not in PROFILES:
             raise RejectedError(
                 Rejection.INVALID,
                 f"unknown profile {wish[:64]!r}: there are {', '.join(PROFILES)}",
             )
         asked = max(self._profile, wish or self._profile, key=PROFILES.index)
-        if asked in self._supported:
-            return asked, ()
-        if not self._weaker_allowed:
+        if asked not in self._supported:
+            # Never run with less than was asked for.
             raise RejectedError(
-                Rejection.INVALID, f"profile {asked} cannot be enforced on this worker"
+                Rejection.INVALID, f"profile {asked} is not available in this version"
             )
-        return max(self._weaker_allowed, key=PROFILES.index), (f"profile_{asked}",)
+        return asked
 
 
 def refused(error: RejectedError) -> Outcome:

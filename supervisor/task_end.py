@@ -27,7 +27,7 @@ async def run_in_loop(
             raise
         limit = format_seconds(runtime_max_s)
         outcome = Outcome(
-            Status.TIMEOUT, ErrorCode.TIMEOUT, reason=f"timeout: runtime_max {limit} reached"
+            Status.TIMEOUT, ErrorCode.TIMEOUT, reason=f"timeout: ran longer than {limit}"
         )
     except asyncio.CancelledError:
         if not task.cancel_reason:
@@ -57,6 +57,5 @@ def completed(task: LiveTask, outcome: Outcome) -> Outcome:
         output_bytes=0 if capture is None else capture.total,
         output_truncated=outcome.output_truncated or (capture is not None and capture.truncated),
         profile=outcome.profile or (planned.profile if planned else None),
-        degraded=(*outcome.degraded, *(planned.degraded if planned else ())),
         finished_at=outcome.finished_at or time.time(),
     )

@@ -71,6 +71,9 @@ def run_worker(loaded: Loaded) -> int:
             supervisor_gid=user.gid,
             uid_min=config.worker.uid_min,
             uid_max=config.worker.uid_max,
+            limits=config.limits,
+            pool_min=config.worker.pool_min,
+            pool_max=config.worker.pool_max,
         )
     )
     log.info("spawner found" if spawner.found else "spawner started", socket=spawner.socket_path)

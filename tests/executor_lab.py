@@ -94,7 +94,6 @@ class Life:
                 limits_max=UNLIMITED,
                 profile="process",
                 supported=("process",),
-                weaker_allowed=("process",),
                 task_types={task_type.name: task_type for task_type in types},
             ),
             max_concurrency=max_concurrency,

@@ -106,7 +106,8 @@ class SpawnerClient:
 
     def start(
         self, seq: int, argv: list[str], limits: Limits | None = None,
-        environment: tuple[str, ...] = ("PATH=/usr/bin:/bin",), files: dict[str, bytes] | None = None,
+        environment: tuple[str, ...] = ("PATH=/usr/bin:/bin",),
+        files: dict[str, bytes] | None = None,
         stdio: tuple[int, ...] = (), directory: str | None = None,
     ) -> None:  # fmt: skip
         strings = [*argv, *environment]

@@ -66,7 +66,6 @@ def planner(**changes: Any) -> Planner:
             "limits_max": UNLIMITED,
             "profile": "process",
             "supported": ("process",),
-            "weaker_allowed": ("process",),
             "task_types": {"shell": task},
             **changes,
         }
@@ -85,28 +84,25 @@ def test_unknown_type_and_bad_fields_have_their_own_codes() -> None:
 @pytest.mark.parametrize(
     ("own", "wish", "expected"),
     [
-        ("process", None, ("process", ())),
-        ("private", None, ("private", ())),
-        ("private", "process", ("private", ())),
-        ("process", "private", ("private", ())),
-        ("process", "sealed", ("private", ("profile_sealed",))),
+        ("process", None, "process"),
+        ("private", None, "private"),
+        ("private", "process", "private"),
+        ("process", "private", "private"),
     ],
 )
 def test_profile_is_tightened_by_a_wish_and_never_loosened(
-    own: str, wish: str | None, expected: tuple[str, tuple[str, ...]]
+    own: str, wish: str | None, expected: str
 ) -> None:
     supported = ("process", "private")
-    planned = planner(profile=own, supported=supported, weaker_allowed=supported).plan(
+    planned = planner(profile=own, supported=supported).plan(
         Dispatch(instance_id="t", task_type="shell", profile=wish)
     )
-    assert (planned.profile, planned.degraded) == expected
+    assert planned.profile == expected
 
 
-def test_profile_that_cannot_be_enforced_is_refused_where_degrading_is_not_allowed() -> None:
-    with pytest.raises(RejectedError, match="profile sealed cannot be enforced"):
-        planner(weaker_allowed=()).plan(
-            Dispatch(instance_id="t", task_type="shell", profile="sealed")
-        )
+def test_profile_that_is_not_available_is_refused_and_never_weakened() -> None:
+    with pytest.raises(RejectedError, match="profile sealed is not available"):
+        planner().plan(Dispatch(instance_id="t", task_type="shell", profile="sealed"))
 
 
 def ask(

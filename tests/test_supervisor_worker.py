@@ -417,7 +417,7 @@ def small_disk_worker(scheduler: RecordingScheduler) -> Iterator[WorkerProcess]:
     """A worker whose state_dir is a file system of 8 MiB."""
     worker = WorkerProcess(
         scheduler.url,
-        worker="max_concurrency = 5",
+        worker="max_concurrency = 5\npool_max = 0",
         http='heartbeat_interval = "100ms"',
     )
     state = worker.place / "state"

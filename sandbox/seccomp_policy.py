@@ -1,0 +1,138 @@
+"""What the ``sealed`` profile forbids by system call, and why.
+
+Everything is allowed but what is listed: a task runs any program, and what programs call is not
+known beforehand. Listed is what lets a task reach past its namespaces or its uid, change the host,
+or use a part of the kernel that ordinary programs never need and that has often been broken. Most
+of it takes privileges that a task does not have anyway; the filter is the second lock.
+
+A forbidden call fails with EPERM, which programs take as "not permitted here". Two are answered
+with ENOSYS, "this kernel has no such call", because programs then fall back: clone3, whose flags
+lie in memory where a filter cannot look (the C library goes on with clone), and calls newer than
+our tables.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Final
+
+from stockade.platform.seccomp import (
+    ALLOW,
+    MASK_32,
+    Argument,
+    Is,
+    Policy,
+    Rule,
+    compile_filter,
+    fail_with,
+)
+
+_DENY: Final = fail_with(errno.EPERM)
+_ABSENT: Final = fail_with(errno.ENOSYS)
+
+# Calls that fail whatever their arguments are, by what they are for.
+FORBIDDEN: Final[dict[str, tuple[str, ...]]] = {
+    "io_uring": ("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    # Keys belong to a uid and outlive its processes.
+    "keyrings": ("add_key", "request_key", "keyctl"),
+    "kernel programs and tracing": ("bpf", "perf_event_open", "lookup_dcookie", "syslog"),
+    # It lets a program stop the kernel in the middle of a copy, which many exploits need.
+    "page faults in user space": ("userfaultfd",),
+    "mounts": (
+        "mount", "umount2", "pivot_root", "chroot", "open_tree", "open_tree_attr", "move_mount",
+        "fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr",
+    ),
+    "other processes": (
+        "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd",
+    ),
+    "another kernel": ("kexec_load", "kexec_file_load", "reboot"),
+    "kernel modules": (
+        "init_module", "finit_module", "delete_module", "create_module", "query_module",
+        "get_kernel_syms",
+    ),
+    # unshare, clone and clone3 are below.
+    "namespaces": ("setns",),
+    # name_to_handle_at only names a file that one can reach; the other opens it past every mount.
+    "files by handle": ("open_by_handle_at",),
+    "swap, quota and accounting": ("swapon", "swapoff", "quotactl", "quotactl_fd", "acct"),
+    "clocks": ("settimeofday", "clock_settime", "clock_adjtime", "adjtimex"),
+    "host names": ("sethostname", "setdomainname"),
+    "hardware": ("iopl", "ioperm", "vhangup"),
+    # Segments of one's own; nothing but 16-bit emulators uses them.
+    "descriptor tables": ("modify_ldt",),
+    "obsolete calls": (
+        "nfsservctl", "uselib", "ustat", "sysfs", "_sysctl", "afs_syscall", "tuxcall", "security",
+        "vserver", "getpmsg", "putpmsg", "epoll_ctl_old", "epoll_wait_old",
+    ),
+}  # fmt: skip
+
+# CLONE_NEWTIME's bit means something else to clone, which cannot make a time namespace.
+CLONE_NEWTIME: Final = 0x00000080
+CLONE_NEW: Final = 0x7E020000  # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+
+TIOCSTI: Final = 0x5412  # types into the terminal as if its user had
+TIOCLINUX: Final = 0x541C  # pastes into a virtual console
+PERSONALITY_QUERY: Final = 0xFFFFFFFF
+NETLINK_ROUTE: Final = 0
+SOCK_TYPE_MASK: Final = 0xF
+SOCK_RAW: Final = 3
+SOCK_PACKET: Final = 10  # with AF_INET the kernel takes it for AF_PACKET
+
+SOCKET_FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+
+
+def sealed() -> Policy:
+    """The policy of the profile ``sealed``."""
+    rules = [Rule(call, _DENY) for calls in FORBIDDEN.values() for call in calls]
+    rules += [
+        Rule("clone3", _ABSENT),
+        Rule("clone", _DENY, (_int(0, Is.NOT_EQUAL, 0, CLONE_NEW),)),
+        Rule("unshare", _DENY, (_int(0, Is.NOT_EQUAL, 0, CLONE_NEW | CLONE_NEWTIME),)),
+        Rule("ioctl", _DENY, (_int(1, Is.EQUAL, TIOCSTI),)),
+        Rule("ioctl", _DENY, (_int(1, Is.EQUAL, TIOCLINUX),)),
+        # Other personalities weaken the layout of memory or pretend to be another kernel.
+        Rule("personality", ALLOW, (_int(0, Is.EQUAL, 0),)),
+        Rule("personality", ALLOW, (_int(0, Is.EQUAL, PERSONALITY_QUERY),)),
+        Rule("personality", _DENY),
+        *_sockets(),
+    ]
+    return Policy(tuple(rules), default=ALLOW, unknown=_ABSENT)
+
+
+def sealed_filter(machine: str) -> bytes:
+    """The compiled filter of ``sealed``, for the launcher's message.
+
+    Args:
+        machine: as ``os.uname().machine`` has it.
+
+    Raises:
+        ValueError: there is no table of the machine's system calls.
+    """
+    return compile_filter(sealed(), machine)
+
+
+def _sockets() -> list[Rule]:
+    """Only Unix, IPv4 and IPv6 sockets, none of them raw; and netlink to look at interfaces.
+
+    In a network of its own loopback nothing else has a use: not packet, vsock (which reaches the
+    hypervisor past every network namespace), Bluetooth, CAN or the kernel's crypto sockets.
+    """
+    netlink = _int(0, Is.EQUAL, socket.AF_NETLINK)
+    return [
+        # The C library lists interfaces through it, by a raw socket that is not raw at all.
+        Rule("socket", ALLOW, (netlink, _int(2, Is.EQUAL, NETLINK_ROUTE))),
+        *(
+            Rule("socket", _DENY, (_int(1, Is.EQUAL, kind, SOCK_TYPE_MASK),))
+            for kind in (SOCK_RAW, SOCK_PACKET)
+        ),
+        *(Rule("socket", ALLOW, (_int(0, Is.EQUAL, family),)) for family in SOCKET_FAMILIES),
+        Rule("socket", _DENY),
+        Rule("socketpair", ALLOW, (_int(0, Is.EQUAL, socket.AF_UNIX),)),
+        Rule("socketpair", _DENY),
+    ]
+
+
+def _int(index: int, relation: Is, value: int, mask: int = MASK_32) -> Argument:
+    """A test of an argument that is an int to the kernel, which ignores the register's rest."""
+    return Argument(index, relation, int(value), mask)
