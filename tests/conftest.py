@@ -11,6 +11,8 @@ import pytest
 from recording_scheduler import RecordingScheduler
 from worker_process import WorkerProcess, make_place
 
+pytest_plugins = ("lab.needs", "leaks")
+
 
 @pytest.fixture
 def place() -> Iterator[Path]:

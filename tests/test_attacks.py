@@ -206,7 +206,9 @@ class Attacked:
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Attacked]:
     with RecordingScheduler() as scheduler:
-        worker = WorkerProcess(scheduler.url, extra="[report]\nexcerpt = '60K'")
+        worker = WorkerProcess(
+            scheduler.url, worker="pool_max = 0", extra="[report]\nexcerpt = '60K'"
+        )
         # A listener that a careless parent would hand down; see leak-descriptors.
         with socket.create_server(("127.0.0.1", 0)) as inheritable:
             inheritable.set_inheritable(True)

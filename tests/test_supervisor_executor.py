@@ -10,7 +10,7 @@ from executor_lab import ExecutorLab, Life, shell
 from worker_process import in_charge
 
 from stockade.platform import pidfd
-from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.outcome import ErrorCode, Status
 from stockade.supervisor.adoption import TOKEN
 from stockade.supervisor.journal import Journal
 from stockade.supervisor.live_task import Phase
