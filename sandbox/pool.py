@@ -65,8 +65,8 @@ class Pool:
         Raises:
             SandboxSetupError: none can be made.
         """
-        if self._ready:
-            slot = self._ready.popleft()
+        slot = self._next_alive()
+        if slot is not None:
             try:
                 slot.limit(limits, self._limits)
             except OSError as error:
@@ -79,6 +79,14 @@ class Pool:
         self._plan_refill(_QUIET_S)
         self._plan_shrink()
         return slot
+
+    def _next_alive(self) -> Slot | None:
+        """The longest-waiting slot whose launcher lives; one that does not is told to ``_lost``."""
+        for slot in list(self._ready):
+            if slot.is_waiting():
+                self._ready.remove(slot)
+                return slot
+        return None
 
     def fill(self) -> None:
         """Begins to make slots up to the aim, one at a time."""

@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Final, NoReturn
@@ -63,6 +64,12 @@ class Slot:
         """
         if self.groups is not None:
             self.groups.limit(self.controllers, limits, current)
+
+    def is_waiting(self) -> bool:
+        """Whether its launcher lives: a pidfd is readable once its process has ended."""
+        poll = select.poll()
+        poll.register(self.launcher_pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     def let_go(self) -> None:
         """Closes the channel and what else is ours of the launcher; one that waits then exits."""

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import collections
-import fcntl
 import logging
 import os
 import pwd
 from pathlib import Path
 from typing import Final
 
+from stockade.platform import locks
 from stockade.sandbox.errors import SandboxSetupError
 
 log = logging.getLogger(__name__)
 
-# One place for all workers of the host, whatever their runtime directories.
+# One file for all workers, a byte for each uid of the host, whatever their runtime directories.
 LOCKS: Final = Path("/run/stockade/uids")
 # The first uid of the range is the launchers': they run our code only and need none of their own.
 RESERVED: Final = 1
 
 
 class UidPool:
-    """Hands out uids of the range in turn; a uid is locked by a file while anything holds it.
+    """Hands out uids of the range in turn; a uid is locked while anything holds it.
 
     The launcher inherits the lock's descriptor: the lock outlives a spawner that crashes for as
     long as the launcher lives.
     """
 
-    def __init__(self, first: int, last: int, directory: Path = LOCKS) -> None:
+    def __init__(self, first: int, last: int, path: Path = LOCKS) -> None:
         if last - first < RESERVED:
             raise SandboxSetupError(
                 "give tasks uids", f"uid range {first} to {last} is too small: raise uid_max"
@@ -41,8 +41,10 @@ class UidPool:
             )
         self.launcher_uid = first
         self._free = collections.deque(range(first + RESERVED, last + 1))
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._directory_fd = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(path, flags, 0o600))
+        self._path = path
 
     def take(self) -> tuple[int, int]:
         """A uid nobody else holds, and the descriptor that locks it.
@@ -63,18 +65,10 @@ class UidPool:
         )
 
     def _lock(self, uid: int) -> int | None:
-        name = str(uid)
-        fd = os.open(
-            name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600,
-            dir_fd=self._directory_fd,
-        )  # fmt: skip
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder removes the file: a lock on a removed one locks nothing.
-            if os.fstat(fd).st_ino == os.stat(name, dir_fd=self._directory_fd).st_ino:
-                return fd
-        except (BlockingIOError, FileNotFoundError):
-            pass
+        # An open file description for each lock: its copy in the launcher keeps it.
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if locks.lock_byte(fd, uid):
+            return fd
         os.close(fd)
         return None
 
@@ -88,7 +82,6 @@ class UidPool:
     def give_back(self, uid: int, lock_fd: int | None) -> None:
         """The slot's clean-up was seen to be complete: the uid may serve again."""
         if lock_fd is not None:
-            os.unlink(str(uid), dir_fd=self._directory_fd)
-            fcntl.flock(lock_fd, fcntl.LOCK_UN)
+            locks.unlock_byte(lock_fd, uid)
             os.close(lock_fd)
         self._free.append(uid)

@@ -186,7 +186,7 @@ def test_failing_report_channel_frees_places_all_the_same(
     for number in range(6):
         send(scheduler, worker, f"t{number}", f"echo {number} >> {mark}")
     eventually(lambda: len(mark.read_text().split()) == 6)
-    assert worker.status()["undelivered_reports"] == 6
+    eventually(lambda: worker.status()["undelivered_reports"] == 6)
     scheduler.behave()
     for number in range(6):
         assert scheduler.terminal_report(f"t{number}", DEADLINE_S)["status"] == "success"

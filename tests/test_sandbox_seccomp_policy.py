@@ -84,7 +84,8 @@ def test_every_forbidden_call_is_stopped_by_the_filter_itself(tmp_path):
     program.write_bytes(seccomp.compile_filter(marked(), MACHINE))
     # As nobody and with arguments that are nothing: were one let through, it could do no harm.
     script = (
-        "import os, sys\nfrom pathlib import Path\n"
+        # Imported before the change of user, which may not read the interpreter's files.
+        "import ctypes, json, os, sys\nfrom pathlib import Path\n"
         "from stockade.platform import prctl, seccomp\n"
         f"code = Path({str(program)!r}).read_bytes()\n"
         "if os.getuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -269,13 +269,12 @@ def test_stop_terminates_what_runs_and_leaves_the_queue_journalled(lab: Executor
 
 def test_lowered_wishes_are_told_in_the_reason(lab: ExecutorLab) -> None:
     async def body(life: Life) -> None:
-        await life.dispatch("t", "true", profile="sealed", limits={"timeout_stop": "99"},
+        await life.dispatch("t", "true", limits={"timeout_stop": "99"},
                             timeout_seconds=9)  # fmt: skip
         outcome = await life.reporter.outcome("t")
         assert outcome.status is Status.SUCCESS
         assert "timeout_stop lowered" in outcome.reason
         assert outcome.profile == "process"
-        assert "profile_sealed" in outcome.degraded
 
     lab.live(body)
 
