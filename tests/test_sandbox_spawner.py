@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -285,6 +286,7 @@ def test_ephemeral_spawner_ends_everything_with_its_supervisor() -> None:
     eventually(lambda: not any(p == client.welcome.pid for p in proc.all_processes()))
     for left in ("run/spawner/output", "run/spawner/record", "state/work"):
         assert os.listdir(client.home / left) == []
+    shutil.rmtree(client.home)
 
 
 def test_spawner_survives_hundreds_of_tasks_without_leaks(client: SpawnerClient) -> None:
