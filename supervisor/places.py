@@ -96,7 +96,10 @@ def _make(path: Path, mode: int) -> None:
         if not path.is_dir():
             raise ConfigError(f"cannot use {path}: it is not a directory") from None
     except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot make {path}: {error.strerror}; choose a state_dir and runtime_dir that the "
+            "worker can write, or make it yourself"
+        ) from error
 
 
 def _open_own(own: Path, user: SupervisorUser) -> int:

@@ -27,6 +27,7 @@ from recording_scheduler import (
 )
 from structlog.testing import capture_logs
 
+from stockade.platform.errors import StockadeError
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.config import Config
 from stockade.supervisor.config_load import load
@@ -807,7 +808,7 @@ def test_a_name_is_listened_on_at_each_of_its_addresses_with_one_port() -> None:
             listener.close()
 
 
-def test_a_taken_port_is_a_configuration_error() -> None:
+def test_a_taken_port_is_told_with_what_mends_it() -> None:
     (listener,) = open_listeners("127.0.0.1:0")
-    with listener, pytest.raises(ConfigError, match="cannot listen on"):
+    with listener, pytest.raises(StockadeError, match="the port is in use; end the program"):
         open_listeners(f"127.0.0.1:{listener.getsockname()[1]}")

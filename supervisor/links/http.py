@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+from stockade.platform.errors import StockadeError
 from stockade.supervisor.config import Config
 from stockade.supervisor.errors import ConfigError
 from stockade.supervisor.links.access import Access, parse_networks
@@ -120,7 +122,8 @@ def open_listeners(listen: str) -> list[socket.socket]:
     """Listening sockets for ``host:port``: one for each address that the host's name has.
 
     Raises:
-        ConfigError: the address is wrong, unknown, or taken.
+        ConfigError: the address is wrong or unknown.
+        StockadeError: another program has the port.
     """
     opened: list[socket.socket] = []
     try:
@@ -139,7 +142,16 @@ def open_listeners(listen: str) -> list[socket.socket]:
     except (OSError, ValueError) as error:
         for listener in opened:
             listener.close()
-        raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            # Not the configuration's fault for certain: a worker that is just ending may have it.
+            raise StockadeError(
+                f"cannot listen on {listen}: the port is in use; end the program that has it "
+                "(ss -ltnp names it), or choose another with [http] listen"
+            ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {listen}: {reason}; give [http] listen an address of this host"
+        ) from error
     return opened
 
 
