@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from stockade.platform import landlock
-from stockade.platform._libc import translated
 from stockade.platform.landlock import FILE_RIGHTS, NO_NET, AccessFs, Rights
 from stockade.sandbox.errors import UnsupportedError
 
@@ -74,7 +73,8 @@ def make_ruleset(abi: int, grants: Grants) -> int:
 
     Raises:
         UnsupportedError: the ABI is older than MINIMUM_ABI.
-        SyscallError: a path does not exist, and those of landlock.create_ruleset.
+        OSError: a path does not exist.
+        SyscallError: those of landlock.create_ruleset.
     """
     if abi < MINIMUM_ABI:
         raise UnsupportedError(
@@ -97,8 +97,7 @@ def make_ruleset(abi: int, grants: Grants) -> int:
 
 
 def _grant(ruleset_fd: int, path: str, access: AccessFs, rights: Rights) -> None:
-    with translated("open", path):
-        path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         access &= rights.fs
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):

@@ -320,5 +320,6 @@ def test_killed_ready_launcher_is_replaced(client: SpawnerClient) -> None:
         with open(f"/proc/{pid}/comm", encoding="ascii") as file:
             if file.read().strip() != "stockade-standb":
                 os.kill(pid, signal.SIGKILL)
+                eventually(lambda pid=pid: pid not in proc.all_processes())
     assert client.run(1, "echo on")[1] == b"on\n"
     eventually(lambda: len(proc.children(client.welcome.pid)) == 3)

@@ -1,0 +1,79 @@
+"""Kernel keyrings of the calling process and its uid.
+
+A session keyring is inherited over fork and exec; a user's keyring belongs to the uid and outlives
+all its processes. Neither is in any namespace but the user's.
+
+Source: keyctl(2), session-keyring(7), user-keyring(7), persistent-keyring(7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import Final
+
+from stockade.platform import _libc
+from stockade.platform.errors import SyscallError
+
+SYS_KEYCTL: Final = {"x86_64": 250}.get(os.uname().machine, 219)
+KEYCTL_JOIN_SESSION_KEYRING: Final = 1
+KEYCTL_CLEAR: Final = 7
+KEYCTL_GET_PERSISTENT: Final = 22
+KEY_SPEC_SESSION_KEYRING: Final = -3
+KEY_SPEC_USER_KEYRING: Final = -4
+KEY_SPEC_USER_SESSION_KEYRING: Final = -5
+
+_keyctl: Final = _libc._system_call(
+    "keyctl",
+    SYS_KEYCTL,
+    ctypes.c_int,
+    ctypes.c_long,
+    ctypes.c_long,
+    ctypes.c_long,
+    ctypes.c_long,
+)
+# The kernel has no keyrings, or none of this kind; or the uid has lost every right to its own.
+_NOTHING_TO_CLEAR: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.ENOKEY)
+
+
+def join_new_session() -> None:
+    """Replaces the session keyring by a new, empty one without a name, which nobody can join.
+
+    What the caller's parent had in its keyring is out of reach of it and of what it starts then.
+    A kernel without keyrings has nothing to leave.
+
+    Raises:
+        SyscallError: EDQUOT (the uid has too many keys), ENOMEM, EPERM (a seccomp filter).
+    """
+    try:
+        _keyctl(KEYCTL_JOIN_SESSION_KEYRING, 0, 0, 0, 0)
+    except SyscallError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+
+
+def clear_user_keyrings() -> None:
+    """Unlinks every key of the caller's uid: its user, user session and persistent keyrings.
+
+    Run it as the uid, with a session keyring of its own, when none of the uid's tasks lives. A task
+    may have taken all rights to its keyrings away from the uid: their content is out of reach of
+    the next task then too, and they are left.
+
+    Raises:
+        SyscallError: EDQUOT, ENOMEM, EPERM (a seccomp filter).
+    """
+    for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
+        _try(KEYCTL_CLEAR, keyring)
+    persistent = _try(KEYCTL_GET_PERSISTENT, -1, KEY_SPEC_SESSION_KEYRING)
+    if persistent is not None:
+        _try(KEYCTL_CLEAR, persistent)
+
+
+def _try(operation: int, first: int, second: int = 0) -> int | None:
+    try:
+        return int(_keyctl(operation, first, second, 0, 0))
+    except SyscallError as error:
+        if error.errno in _NOTHING_TO_CLEAR:
+            return None
+        raise
