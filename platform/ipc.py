@@ -14,21 +14,15 @@ import errno
 import os
 from typing import Final, NamedTuple
 
-from stockade.platform import _libc
+from stockade.platform._calls import function
 from stockade.platform._libc import translated
 from stockade.platform.errors import SyscallError
 
 IPC_RMID: Final = 0
 
-_shmctl: Final = _libc._declare(
-    "shmctl", _libc.libc["shmctl"], ctypes.c_int, ctypes.c_int, ctypes.c_void_p
-)
-_semctl: Final = _libc._declare(
-    "semctl", _libc.libc["semctl"], ctypes.c_int, ctypes.c_int, ctypes.c_int
-)
-_msgctl: Final = _libc._declare(
-    "msgctl", _libc.libc["msgctl"], ctypes.c_int, ctypes.c_int, ctypes.c_void_p
-)
+_shmctl: Final = function("shmctl", ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+_semctl: Final = function("semctl", ctypes.c_int, ctypes.c_int, ctypes.c_int)
+_msgctl: Final = function("msgctl", ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 # EINVAL, EIDRM: somebody else removed it. A number is not used again soon.
 _GONE: Final = (errno.EINVAL, errno.EIDRM)
 

@@ -13,7 +13,7 @@ import errno
 import os
 from typing import Final
 
-from stockade.platform import _libc
+from stockade.platform._calls import system_call
 from stockade.platform.errors import SyscallError
 
 SYS_KEYCTL: Final = {"x86_64": 250}.get(os.uname().machine, 219)
@@ -24,7 +24,7 @@ KEY_SPEC_SESSION_KEYRING: Final = -3
 KEY_SPEC_USER_KEYRING: Final = -4
 KEY_SPEC_USER_SESSION_KEYRING: Final = -5
 
-_keyctl: Final = _libc._system_call(
+_keyctl: Final = system_call(
     "keyctl",
     SYS_KEYCTL,
     ctypes.c_int,

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import Final
 
-from stockade.platform import _libc
+from stockade.platform._calls import system_call
 from stockade.platform.errors import SyscallError
 
 # Newer than Linux 5.1, so the same number on every architecture.
@@ -136,14 +136,14 @@ class PortAttributes(ctypes.Structure):
     _fields_ = [("allowed_access", ctypes.c_uint64), ("port", ctypes.c_uint64)]
 
 
-_create_ruleset: Final = _libc._system_call(
+_create_ruleset: Final = system_call(
     "landlock_create_ruleset",
     SYS_LANDLOCK_CREATE_RULESET,
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_uint32,
 )
-_add_rule: Final = _libc._system_call(
+_add_rule: Final = system_call(
     "landlock_add_rule",
     SYS_LANDLOCK_ADD_RULE,
     ctypes.c_int,
@@ -151,7 +151,7 @@ _add_rule: Final = _libc._system_call(
     ctypes.c_void_p,
     ctypes.c_uint32,
 )
-_restrict_self: Final = _libc._system_call(
+_restrict_self: Final = system_call(
     "landlock_restrict_self", SYS_LANDLOCK_RESTRICT_SELF, ctypes.c_int, ctypes.c_uint32
 )
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from stockade.platform import _libc
+from stockade.platform._calls import function, system_call
 from stockade.platform.errors import SyscallError
 
 SYS_OPEN_TREE: Final = 428
@@ -82,19 +82,15 @@ class MountAttributes(ctypes.Structure):
 _text = ctypes.c_char_p
 _int = ctypes.c_int
 _unsigned = ctypes.c_uint
-_mount: Final = _libc._declare(
-    "mount", _libc.libc["mount"], _text, _text, _text, ctypes.c_ulong, _text
-)
-_umount2: Final = _libc._declare("umount2", _libc.libc["umount2"], _text, _int)
-_pivot_root: Final = _libc._declare("pivot_root", _libc.libc["pivot_root"], _text, _text)
-_open_tree: Final = _libc._system_call("open_tree", SYS_OPEN_TREE, _int, _text, _unsigned)
-_move_mount: Final = _libc._system_call(
-    "move_mount", SYS_MOVE_MOUNT, _int, _text, _int, _text, _unsigned
-)
-_fsopen: Final = _libc._system_call("fsopen", SYS_FSOPEN, _text, _unsigned)
-_fsconfig: Final = _libc._system_call("fsconfig", SYS_FSCONFIG, _int, _unsigned, _text, _text, _int)
-_fsmount: Final = _libc._system_call("fsmount", SYS_FSMOUNT, _int, _unsigned, _unsigned)
-_mount_setattr: Final = _libc._system_call(
+_mount: Final = function("mount", _text, _text, _text, ctypes.c_ulong, _text)
+_umount2: Final = function("umount2", _text, _int)
+_pivot_root: Final = function("pivot_root", _text, _text)
+_open_tree: Final = system_call("open_tree", SYS_OPEN_TREE, _int, _text, _unsigned)
+_move_mount: Final = system_call("move_mount", SYS_MOVE_MOUNT, _int, _text, _int, _text, _unsigned)
+_fsopen: Final = system_call("fsopen", SYS_FSOPEN, _text, _unsigned)
+_fsconfig: Final = system_call("fsconfig", SYS_FSCONFIG, _int, _unsigned, _text, _text, _int)
+_fsmount: Final = system_call("fsmount", SYS_FSMOUNT, _int, _unsigned, _unsigned)
+_mount_setattr: Final = system_call(
     "mount_setattr",
     SYS_MOUNT_SETATTR,
     _int,

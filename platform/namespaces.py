@@ -6,11 +6,11 @@ import ctypes
 import os
 from typing import Final
 
-from stockade.platform import _libc
+from stockade.platform._calls import function
 from stockade.platform._libc import translated
 
-_unshare: Final = _libc._declare("unshare", _libc.libc["unshare"], ctypes.c_int)
-_setns: Final = _libc._declare("setns", _libc.libc["setns"], ctypes.c_int, ctypes.c_int)
+_unshare: Final = function("unshare", ctypes.c_int)
+_setns: Final = function("setns", ctypes.c_int, ctypes.c_int)
 
 
 def unshare(flags: int) -> None:

@@ -18,7 +18,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stockade.platform import _libc, syscalls
+from stockade.platform import syscalls
+from stockade.platform._calls import system_call
 from stockade.platform.errors import SyscallError
 
 SYS_SECCOMP: Final = {"x86_64": 317}.get(os.uname().machine, 277)
@@ -56,9 +57,7 @@ _ARCHITECTURES: Final = {"x86_64": AUDIT_ARCH_X86_64, "aarch64": AUDIT_ARCH_AARC
 _NO_CALL: Final = 0xFFFFFFFF
 _FAR: Final = 255  # how far a conditional jump reaches
 
-_seccomp: Final = _libc._system_call(
-    "seccomp", SYS_SECCOMP, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p
-)
+_seccomp: Final = system_call("seccomp", SYS_SECCOMP, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p)
 
 
 class ProgramHeader(ctypes.Structure):

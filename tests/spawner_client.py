@@ -170,9 +170,10 @@ class SpawnerClient:
         """Ends the spawner and checks that it left nothing."""
         spawner = self.welcome.pid
         started = proc.start_time_ticks(spawner)
-        self.send(protocol.Finish())
         for seq in list(self.outcomes):
             self.send(protocol.Acknowledge(seq))
+        # Last: with nothing left to acknowledge the spawner ends, and hangs up, at once.
+        self.send(protocol.Finish())
         eventually(lambda: proc.start_time_ticks(spawner) != started or reap(spawner))
         self.socket.close()
         for fd in self.outputs.values():
