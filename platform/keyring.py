@@ -33,8 +33,6 @@ _keyctl: Final = system_call(
     ctypes.c_long,
     ctypes.c_long,
 )
-# The kernel has no keyrings, or none of this kind; or the uid has lost every right to its own.
-_NOTHING_TO_CLEAR: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.ENOKEY)
 
 
 def join_new_session() -> None:
@@ -53,27 +51,38 @@ def join_new_session() -> None:
             raise
 
 
-def clear_user_keyrings() -> None:
+def clear_user_keyrings() -> bool:
     """Unlinks every key of the caller's uid: its user, user session and persistent keyrings.
 
-    Run it as the uid, with a session keyring of its own, when none of the uid's tasks lives. A task
-    may have taken all rights to its keyrings away from the uid: their content is out of reach of
-    the next task then too, and they are left.
+    Run it as the uid, with a session keyring of its own, when none of the uid's tasks lives.
+
+    Returns:
+        False when a task has taken the right to do so away from the uid, which is for good and for
+        root too: what it left there may still be read by whoever has the uid next.
 
     Raises:
         SyscallError: EDQUOT, ENOMEM, EPERM (a seccomp filter).
     """
-    for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
-        _try(KEYCTL_CLEAR, keyring)
-    persistent = _try(KEYCTL_GET_PERSISTENT, -1, KEY_SPEC_SESSION_KEYRING)
-    if persistent is not None:
-        _try(KEYCTL_CLEAR, persistent)
-
-
-def _try(operation: int, first: int, second: int = 0) -> int | None:
     try:
-        return int(_keyctl(operation, first, second, 0, 0))
+        for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
+            _keyctl(KEYCTL_CLEAR, keyring, 0, 0, 0)
+        persistent = _persistent_keyring()
+        if persistent is not None:
+            _keyctl(KEYCTL_CLEAR, persistent, 0, 0, 0)
     except SyscallError as error:
-        if error.errno in _NOTHING_TO_CLEAR:
+        if error.errno == errno.ENOSYS:
+            return True
+        # ENOKEY: without the right to look for it, the kernel does not find the keyring itself.
+        if error.errno in (errno.EACCES, errno.ENOKEY):
+            return False
+        raise
+    return True
+
+
+def _persistent_keyring() -> int | None:
+    try:
+        return int(_keyctl(KEYCTL_GET_PERSISTENT, -1, KEY_SPEC_SESSION_KEYRING, 0, 0))
+    except SyscallError as error:
+        if error.errno == errno.EOPNOTSUPP:  # the kernel is built without them
             return None
         raise

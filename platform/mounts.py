@@ -238,7 +238,7 @@ def new_file_system(
 
 
 def attach(mount_fd: int, target: AnyPath, *, fd: int = AT_FDCWD) -> None:
-    """Mounts what open_tree or new_file_system made. Its descriptor still is its root.
+    """Mounts what open_tree or new_file_system made; while its descriptor is open it is busy.
 
     Args:
         mount_fd: of one that is not attached yet.

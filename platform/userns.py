@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Final, NamedTuple, NoReturn
 
-from stockade.platform import clone, mounts
+from stockade.platform import clone, mounts, prctl
 from stockade.platform._libc import translated
 from stockade.platform.errors import SyscallError
 
@@ -102,6 +102,8 @@ def _try_and_exit(uid: int, gid: int, report_fd: int) -> NoReturn:
     try:
         report = _ALL_WELL
         try:
+            # Of a process that may not be dumped /proc/self belongs to root, the maps too.
+            prctl.allow_dump()
             deny_setgroups("self")
             write_uid_map("self", [IdRange(uid, uid)])
             write_gid_map("self", [IdRange(gid, gid)])
