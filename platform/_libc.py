@@ -61,14 +61,14 @@ class CapabilityData(ctypes.Structure):
     ]
 
 
-def _declare(call: str, function: Any, *argument_types: Any) -> Any:
+def _declare(call: str, function: Any, result_type: Any, *argument_types: Any) -> Any:
     def check(result: int, _function: Any, arguments: tuple[Any, ...]) -> int:
         if result < 0:
             raise SyscallError(call, ", ".join(map(_text, arguments)), ctypes.get_errno())
         return result
 
     function.argtypes = argument_types
-    function.restype = ctypes.c_long
+    function.restype = result_type
     function.errcheck = check
     return function
 
@@ -82,15 +82,24 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
-def _system_call(name: str, number: int, *argument_types: Any) -> Any:
-    """A call that the C library of Debian 12 has no function for."""
+def function(name: str, *argument_types: Any) -> Any:
+    """A function of the C library that returns int, -1 on error; raises SyscallError.
+
+    As int and not as long: the upper half of the register is as it happens to be, and read with it
+    umount2's -1 is a positive number, so that every error of it would pass unseen.
+    """
+    return _declare(name, libc[name], ctypes.c_int, *argument_types)
+
+
+def system_call(name: str, number: int, *argument_types: Any) -> Any:
+    """A call that the C library of Debian 12 has no function for; raises SyscallError."""
     # Indexing gives a fresh function object each time: each keeps its own argument types.
-    function = _declare(name, libc["syscall"], ctypes.c_long, *argument_types)
+    function = _declare(name, libc["syscall"], ctypes.c_long, ctypes.c_long, *argument_types)
     return lambda *arguments: function(number, *arguments)
 
 
-clone3: Final = _system_call("clone3", SYS_CLONE3, ctypes.POINTER(CloneArgs), ctypes.c_size_t)
-openat2: Final = _system_call(
+clone3: Final = system_call("clone3", SYS_CLONE3, ctypes.POINTER(CloneArgs), ctypes.c_size_t)
+openat2: Final = system_call(
     "openat2",
     SYS_OPENAT2,
     ctypes.c_int,
@@ -98,11 +107,9 @@ openat2: Final = _system_call(
     ctypes.POINTER(OpenHow),
     ctypes.c_size_t,
 )
-prctl: Final = _declare("prctl", libc["prctl"], ctypes.c_int, *[ctypes.c_ulong] * 4)
-capset: Final = _declare(
-    "capset", libc["capset"], ctypes.POINTER(CapabilityHeader), ctypes.POINTER(CapabilityData)
-)
-_kcmp: Final = _system_call(
+prctl: Final = function("prctl", ctypes.c_int, *[ctypes.c_ulong] * 4)
+capset: Final = function("capset", ctypes.POINTER(CapabilityHeader), ctypes.POINTER(CapabilityData))
+_kcmp: Final = system_call(
     "kcmp", SYS_KCMP, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong
 )
 

@@ -14,8 +14,7 @@ import errno
 import os
 from typing import Final, NamedTuple
 
-from stockade.platform._calls import function
-from stockade.platform._libc import translated
+from stockade.platform._libc import function, translated
 from stockade.platform.errors import SyscallError
 
 IPC_RMID: Final = 0

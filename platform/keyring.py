@@ -13,7 +13,7 @@ import errno
 import os
 from typing import Final
 
-from stockade.platform._calls import system_call
+from stockade.platform._libc import system_call
 from stockade.platform.errors import SyscallError
 
 SYS_KEYCTL: Final = {"x86_64": 250}.get(os.uname().machine, 219)

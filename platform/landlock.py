@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import Final
 
-from stockade.platform._calls import system_call
+from stockade.platform._libc import system_call
 from stockade.platform.errors import SyscallError
 
 # Newer than Linux 5.1, so the same number on every architecture.

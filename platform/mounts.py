@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from stockade.platform._calls import function, system_call
+from stockade.platform._libc import function, system_call
 from stockade.platform.errors import SyscallError
 
 SYS_OPEN_TREE: Final = 428

@@ -6,8 +6,7 @@ import ctypes
 import os
 from typing import Final
 
-from stockade.platform._calls import function
-from stockade.platform._libc import translated
+from stockade.platform._libc import function, translated
 
 _unshare: Final = function("unshare", ctypes.c_int)
 _setns: Final = function("setns", ctypes.c_int, ctypes.c_int)

@@ -7,6 +7,7 @@ checked functions refuse every number that means more than one process, or ourse
 from __future__ import annotations
 
 import os
+import select
 import signal as signals
 from typing import NamedTuple
 
@@ -36,6 +37,20 @@ def open_pidfd(pid: int) -> int:
     """
     with translated("pidfd_open", pid):
         return os.pidfd_open(pid)
+
+
+def has_ended(pidfd: int, timeout_s: float | None = 0.0) -> bool:
+    """Whether the process of the pidfd has ended, reaped or not; waits for that up to the timeout.
+
+    Args:
+        pidfd: of any process, child or not.
+        timeout_s: None waits for ever.
+
+    Source: pidfd_open(2): a pidfd is readable once its process has ended.
+    """
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def send_signal(pidfd: int, signal: int) -> bool:

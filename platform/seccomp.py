@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stockade.platform import syscalls
-from stockade.platform._calls import system_call
+from stockade.platform._libc import system_call
 from stockade.platform.errors import SyscallError
 
 SYS_SECCOMP: Final = {"x86_64": 317}.get(os.uname().machine, 277)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import select
 import signal
 from typing import Final, Protocol
 
@@ -111,10 +110,8 @@ class ScatteredReach:
     def gone(self) -> bool:
         if self._launcher_pidfd < 0:
             return not self.members()
-        # A pidfd is readable once its process has ended; a pid could be somebody else's by now.
-        poll = select.poll()
-        poll.register(self._launcher_pidfd, select.POLLIN)
-        return bool(poll.poll(0)) and not self.members()
+        # Not by pid, which could be somebody else's by now.
+        return pidfd.has_ended(self._launcher_pidfd) and not self.members()
 
 
 def _kill_uid(uid: int) -> None:

@@ -74,6 +74,20 @@ class Places:
         return os.path.join(self.work_path, slot)
 
 
+def generations(runtime_dir: str) -> list[int]:
+    """N of every ``spawner/N.sock`` that is there, of a live spawner or a dead one; newest first.
+
+    Raises:
+        PermissionError: the directory is not ours to list.
+    """
+    try:
+        names = os.listdir(os.path.join(runtime_dir, "spawner"))
+    except FileNotFoundError:
+        return []
+    stems = (name.removesuffix(".sock") for name in names if name.endswith(".sock"))
+    return sorted((int(stem) for stem in stems if stem.isdigit()), reverse=True)
+
+
 def _directory(path: str, mode: int) -> int:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

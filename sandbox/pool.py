@@ -19,8 +19,8 @@ from stockade.sandbox.slot import Slot, SlotMaker
 
 log = logging.getLogger(__name__)
 
-# After the last start the pool is refilled once nothing has been started for this long, or at once
-# when it is empty: making a slot takes about as long as starting a task.
+# The pool is refilled once nothing has been started for this long: making a slot takes about as
+# long as starting a task, and must not come between two of them.
 _QUIET_S: Final = 0.002
 _SHRINK_S: Final = 10.0
 _RETRY_S: Final = 1.0
@@ -56,9 +56,6 @@ class Pool:
         self._shrink_timer: Timer | None = None
         self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._ready)
-
     def take(self, limits: Limits) -> Slot:
         """A slot for a task with these limits: a ready one, or one made now.
 
@@ -89,7 +86,8 @@ class Pool:
         return None
 
     def fill(self) -> None:
-        """Begins to make slots up to the aim, one at a time."""
+        """Begins to make slots up to the aim, one at a time, also after ``close``."""
+        self._closed = False
         self._plan_refill(0.0)
 
     def _plan_refill(self, delay_s: float) -> None:

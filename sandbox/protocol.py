@@ -33,21 +33,28 @@ MAX_DESCRIPTORS: Final = 200
 LIST_PAGE: Final = 100
 
 
+class _Fields:
+    """A message whose fields are what JSON gives; the others say how theirs are read."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """The message with these fields; TypeError when one is unknown or missing."""
+        return cls(**fields)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(_Fields):
     """First message of a supervisor. ``software`` is its version, for the log."""
 
     type: ClassVar[str] = "hello"
     version: int
     software: str
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(_Fields):
     """The spawner's answer to Hello.
 
     Attributes:
@@ -73,7 +80,7 @@ class Welcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Start:
+class Start(_Fields):
     """Run one task in a fresh slot.
 
     Descriptors, in order: a sealed memfd with the ``argc`` argument strings and then the ``envc``
@@ -111,7 +118,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Started:
+class Started(_Fields):
     """The task's program runs. Carries the output pipe's read end unless the Start had own_stdio.
 
     Attributes:
@@ -126,13 +133,9 @@ class Started:
     slot: str
     started_at: float
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(_Fields):
     """The task ended and nothing of it lives (or the outcome's reason says what does).
 
     All its output is in the pipe. The output fields of the outcome are the supervisor's to fill in.
@@ -149,39 +152,27 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(_Fields):
     """Terminate the task: SIGTERM, grace, kill. For a seq that is unknown or ended: nothing."""
 
     type: ClassVar[str] = "cancel"
     seq: int
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Acknowledge:
+class Acknowledge(_Fields):
     """The outcome is journalled: its record may go."""
 
     type: ClassVar[str] = "acknowledge"
     seq: int
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class List:
+class List(_Fields):
     """Tell the tasks with seq > ``after``, lowest first, one page."""
 
     type: ClassVar[str] = "list"
     after: int
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,7 +196,7 @@ class ListedTask:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(_Fields):
     """A page of tasks; ``more`` says whether to ask again after the last seq."""
 
     type: ClassVar[str] = "listed"
@@ -221,7 +212,7 @@ class Listed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_Fields):
     """No more Starts will come from this supervisor. Sent at a clean stop.
 
     The spawner ends as soon as no task lives and every outcome is acknowledged, instead of waiting
@@ -230,21 +221,13 @@ class Finish:
 
     type: ClassVar[str] = "finish"
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(_Fields):
     """The spawner cannot do what the last message asked; the connection is closed after it."""
 
     type: ClassVar[str] = "refused"
     reason: str
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
 
 
 Message = (

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import logging
 import os
-import select
 from typing import TYPE_CHECKING, Final
 
 from stockade.platform import pidfd, proc
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 _SETTLE_LOOKS: Final = 100
-_SETTLE_LOOK_MS: Final = 10
+_SETTLE_LOOK_S: Final = 0.01
 
 
 class Succession(enum.Enum):
@@ -106,10 +105,8 @@ def _exits_soon(record: RecordFile, launcher: int) -> bool:
     Its channel is closed: within moments it has started the task, or is gone. One that does
     neither (it is stopped, say) is followed like any other.
     """
-    poll = select.poll()
-    poll.register(launcher, select.POLLIN)
     for _ in range(_SETTLE_LOOKS):
-        if poll.poll(_SETTLE_LOOK_MS):
+        if pidfd.has_ended(launcher, _SETTLE_LOOK_S):
             return True
         found = record.read()
         if found.started is not None or found.failed is not None:

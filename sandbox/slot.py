@@ -12,12 +12,11 @@ import dataclasses
 import errno
 import fcntl
 import os
-import select
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Final, NoReturn
 
-from stockade.platform import clone, files, proc
+from stockade.platform import clone, files, pidfd, proc
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.launch_message import GO, LaunchMessage, encode
 from stockade.sandbox.limits import Limits
@@ -66,10 +65,8 @@ class Slot:
             self.groups.limit(self.controllers, limits, current)
 
     def is_waiting(self) -> bool:
-        """Whether its launcher lives: a pidfd is readable once its process has ended."""
-        poll = select.poll()
-        poll.register(self.launcher_pidfd, select.POLLIN)
-        return not poll.poll(0)
+        """Whether its launcher lives."""
+        return not pidfd.has_ended(self.launcher_pidfd)
 
     def let_go(self) -> None:
         """Closes the channel and what else is ours of the launcher; one that waits then exits."""

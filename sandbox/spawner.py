@@ -165,6 +165,8 @@ class Spawner:
         if previous is not None:
             previous.close()
         self._finishing = False
+        # An end that was begun is taken back, and with it the emptying of the pool.
+        self._pool.fill()
         self._check_idle()
         log.info("supervisor connected, version %s", hello.software)
         connection.send(
@@ -355,17 +357,12 @@ class Spawner:
 
     def _check_idle(self) -> None:
         """Sets, or takes back, the end of a spawner that nobody needs."""
-        needed = bool(self.tasks) or (self._connection is not None and not self._finishing)
-        if needed:
-            if self._idle is not None:
-                self._idle.cancel()
-                self._idle = None
-        elif self._idle is None and not self._stopping:
-            delay_s = 0.0 if self._finishing else IDLE_S
-            self._idle = self.loop.call_later(delay_s, self._stop)
-        elif self._finishing and self._idle is not None:
+        if self._idle is not None:
             self._idle.cancel()
-            self._idle = self.loop.call_later(0.0, self._stop)
+            self._idle = None
+        needed = bool(self.tasks) or (self._connection is not None and not self._finishing)
+        if not needed and not self._stopping:
+            self._idle = self.loop.call_later(0.0 if self._finishing else IDLE_S, self._stop)
 
     def _discard(self, unused: Slot) -> None:
         """Takes back a slot that no task had: its launcher exits when its channel closes."""

@@ -19,7 +19,7 @@ from stockade.platform import prctl
 from stockade.platform.errors import StockadeError
 from stockade.sandbox import recovery, standby
 from stockade.sandbox.log import set_up as set_up_log
-from stockade.sandbox.places import Places
+from stockade.sandbox.places import Places, generations
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.spawner import Spawner
 
@@ -30,17 +30,6 @@ def _raise_nofile() -> None:
     """Each live task costs the spawner a few descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _next_generation(settings: SpawnerSettings) -> int:
-    """One more than any generation that left a socket behind."""
-    directory = os.path.join(settings.runtime_dir, "spawner")
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return 1
-    found = [int(name[:-5]) for name in names if name.endswith(".sock") and name[:-5].isdigit()]
-    return max(found, default=0) + 1
 
 
 def _tell_starter(fd: int | None, answer: dict[str, object]) -> None:
@@ -70,7 +59,7 @@ def main() -> int:
         succession = recovery.Succession.STANDBY
     set_up_log("stockade-spawner")
     prctl.set_name("stockade-spawner")
-    generation = arguments.generation or _next_generation(settings)
+    generation = arguments.generation or max(generations(settings.runtime_dir), default=0) + 1
     try:
         places = Places.open(settings)
         if not places.lock():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable
@@ -104,9 +103,6 @@ def wait_for_death_of(pid: int) -> bool:
     try:
         if os.getppid() != pid:
             return False
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.poll()
-        return True
+        return pidfd.has_ended(fd, None)
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ from stockade.platform import sockets
 from stockade.platform.errors import SyscallError
 from stockade.sandbox import standby
 from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.places import generations
 from stockade.sandbox.settings import SpawnerSettings
 
 _START_S: Final = 60.0
@@ -33,14 +34,8 @@ class StartedSpawner:
 
 def find_spawner(runtime_dir: str) -> str | None:
     """The socket of the spawner in charge, if one answers; the newest, if several do."""
-    directory = os.path.join(runtime_dir, "spawner")
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return None
-    numbers = [int(name[:-5]) for name in names if name.endswith(".sock") and name[:-5].isdigit()]
-    for number in sorted(numbers, reverse=True):
-        path = os.path.join(directory, f"{number}.sock")
+    for number in generations(runtime_dir):
+        path = os.path.join(runtime_dir, "spawner", f"{number}.sock")
         try:
             sockets.connect_seqpacket(path).close()
         except SyscallError:

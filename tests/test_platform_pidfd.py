@@ -184,3 +184,17 @@ def test_everything_of_a_uid_ends_and_others_live(sleeper):
 def free_uid() -> int:
     """A uid that no other process has."""
     return 1_900_000_000 + os.getpid()
+
+
+def test_end_of_a_process_is_seen_before_and_after_it_is_reaped() -> None:
+    child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    fd = pidfd.open_pidfd(child)
+    try:
+        assert not pidfd.has_ended(fd)
+        assert not pidfd.has_ended(fd, 0.01)
+        os.kill(child, signal.SIGKILL)
+        assert pidfd.has_ended(fd, None)
+        os.waitpid(child, 0)
+        assert pidfd.has_ended(fd)
+    finally:
+        os.close(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from stockade.platform.errors import StockadeError
-from stockade.platform.pidfd import open_pidfd, send_signal
+from stockade.platform.pidfd import has_ended, open_pidfd, send_signal
 from stockade.supervisor.cli.ended import CommandEnded
 from stockade.supervisor.config_defaults import host_defaults
 from stockade.supervisor.config_load import load
@@ -91,11 +90,9 @@ def _scheduler(listen: str, state_dir: Path) -> Iterator[str]:
         yield url
     finally:
         send_signal(pidfd, signal.SIGTERM)
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        if not poll.poll(SCHEDULER_EXIT_S * 1000):
+        if not has_ended(pidfd, SCHEDULER_EXIT_S):
             send_signal(pidfd, signal.SIGKILL)
-            poll.poll()
+            has_ended(pidfd, None)
         os.close(pidfd)
         process.stdout.close()
         process.wait()

@@ -21,7 +21,7 @@ from typing import Final
 from stockade.platform import sockets
 from stockade.platform.errors import StockadeError
 from stockade.platform.files import open_directory
-from stockade.platform.pidfd import open_pidfd, reap
+from stockade.platform.pidfd import has_ended, open_pidfd, reap
 from stockade.sandbox.cleanup import remove_tree
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
@@ -152,9 +152,7 @@ class _Spawner:
         with contextlib.suppress(OSError):
             self.send(Finish())
         self._sock.close()
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.poll(SPAWNER_EXIT_S * 1000)
+        has_ended(self._pidfd, SPAWNER_EXIT_S)
         with contextlib.suppress(ChildProcessError, OSError):
             reap(self._pidfd)
         os.close(self._pidfd)
