@@ -2,11 +2,11 @@
 
 The channel is a SOCK_SEQPACKET socket. The spawner sends one packet ``GO``, with descriptors in
 this order: the record (opened O_WRONLY | O_APPEND); the task's 0, 1 and 2 if the message has
-``STDIO``; a Landlock ruleset if it has ``LANDLOCK``. Before it, the message lies at offset 0 of the
-memfd that the launcher has as descriptor 4. The launcher answers with packets of one byte, any of
-which may be missing, for it does not wait (the record is what counts): ``SAYS_STARTED``;
-``SAYS_FAILED``; ``SAYS_ENDED``, when the task has ended and left processes behind. The launcher
-exits when no child is left, so of a task that left nothing behind its exit tells.
+``STDIO``. Before it, the message lies at offset 0 of the memfd that the launcher has as descriptor
+4. The launcher answers with packets of one byte, any of which may be missing, for it does not wait
+(the record is what counts): ``SAYS_STARTED``; ``SAYS_FAILED``; ``SAYS_ENDED``, when the task has
+ended and left processes behind. The launcher exits when no child is left, so of a task that left
+nothing behind its exit tells.
 
 The record is text, one line for each event, each line one write(2):
 
@@ -44,8 +44,9 @@ FD_OUTPUT: Final = (1, 2)
 FD_CHANNEL: Final = 3
 FD_MESSAGE: Final = 4
 FD_CGROUP: Final = 5
-FD_OUTPUT_READER: Final = 6
-FD_UID_LOCK: Final = 7
+FD_RULESET: Final = 6
+FD_OUTPUT_READER: Final = 7
+FD_UID_LOCK: Final = 8
 
 RECORD_STARTED: Final = "started"
 RECORD_FAILED: Final = "failed"
@@ -85,6 +86,7 @@ class Flags(enum.IntFlag):
     LANDLOCK = 4
     CHANGE_USER = 8
     SAME_USER = 16
+    CGROUP_NAMESPACE = 32
 
 
 NO_FLAGS: Final = Flags(0)
@@ -100,6 +102,7 @@ class Step(enum.StrEnum):
     MESSAGE = "message"
     CLONE = "clone"
     SETSID = "setsid"
+    NAMESPACE = "namespace"
     STDIO = "stdio"
     RLIMIT = "rlimit"
     GROUPS = "groups"
@@ -141,8 +144,10 @@ class LaunchMessage:
         users: None runs the task as the user the launcher runs as.
         rlimits: (resource, soft, hard), with RLIM_INFINITY for none.
         filter: a seccomp program, struct sock_filter after struct sock_filter; empty for none.
-        flags: CGROUP when descriptor 5 is the cgroup to start the task in; STDIO and LANDLOCK when
-            those descriptors come with the packet. The two of users are set by encode().
+        flags: CGROUP when descriptor 5 is the cgroup to start the task in; LANDLOCK when 6 is the
+            ruleset to put it under; STDIO when those descriptors come with the packet;
+            CGROUP_NAMESPACE for a namespace that has the task's group as its root. The two of users
+            are set by encode().
     """
 
     program: bytes

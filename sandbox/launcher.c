@@ -7,9 +7,10 @@
  *
  * Descriptors at exec, all of them open; whatever is above is closed:
  *   0 /dev/null; 1, 2 the slot's output pipe; 3 the channel, a SOCK_SEQPACKET socket; 4 a memfd
- *   with the message, once it is announced; 5 the task's cgroup directory, or /dev/null; 6 the read
- *   end of the output pipe, held so that the task gets no SIGPIPE when its reader is restarted;
- *   7 the lock of the slot's uid, held so that the uid is not used again while we live.
+ *   with the message, once it is announced; 5 the task's cgroup directory, or /dev/null; 6 the slot's
+ *   Landlock ruleset, or /dev/null; 7 the read end of the output pipe, held so that the task gets
+ *   no SIGPIPE when its reader is restarted; 8 the lock of the slot's uid, held so that the uid is
+ *   not used again while we live.
  *
  * The task is hostile, and we are its parent, possibly as root until the moment before it runs:
  *   - nothing that the task can influence is read or executed by us after its start, but signals;
@@ -45,8 +46,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FD_CHANNEL = 3, FD_MESSAGE = 4, FD_CGROUP = 5, FD_FIRST_FREE = 8 };
-enum { RECEIVED_MAX = 5 }; /* with 'G': the record, three for stdio, a ruleset */
+enum { FD_CHANNEL = 3, FD_MESSAGE = 4, FD_CGROUP = 5, FD_RULESET = 6, FD_FIRST_FREE = 9 };
+enum { RECEIVED_MAX = 4 }; /* with 'G': the record, three for stdio */
 
 /* ---- The message: keep in step with launch_message.py, a test compares the two. ---- */
 
@@ -61,10 +62,11 @@ enum { RECEIVED_MAX = 5 }; /* with 'G': the record, three for stdio, a ruleset *
 enum {
     FLAG_CGROUP = 1,      /* descriptor 5 is the cgroup to start the task in */
     FLAG_STDIO = 2,       /* three descriptors came for the task's 0, 1 and 2 */
-    FLAG_LANDLOCK = 4,    /* a Landlock ruleset came, after those of STDIO */
+    FLAG_LANDLOCK = 4,    /* descriptor 6 is the ruleset to put the task under */
     FLAG_CHANGE_USER = 8, /* we are root: run the task as uid, ourselves as init_uid */
     FLAG_SAME_USER = 16,  /* the opposite, said on purpose: neither flag, or both, is an error */
-    FLAGS_KNOWN = 31
+    FLAG_CGROUP_NAMESPACE = 32, /* the task sees its own cgroup as the root; we are root */
+    FLAGS_KNOWN = 63
 };
 
 /* Little-endian and without padding. After it come, in this order: rlimits, filter, groups, then
@@ -82,7 +84,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the message is read i
 
 /* What can fail, by the names that the record uses. */
 #define STEPS(X) \
-    X(message) X(clone) X(setsid) X(stdio) X(rlimit) X(groups) X(gid) X(uid) X(capabilities) \
+    X(message) X(clone) X(setsid) X(namespace) X(stdio) X(rlimit) X(groups) X(gid) X(uid) X(capabilities) \
     X(pdeathsig) X(directory) X(descriptors) X(record) X(landlock) X(seccomp) X(exec)
 #define STEP_CONSTANT(name) STEP_##name,
 #define STEP_TEXT(name) #name,
@@ -193,8 +195,7 @@ static void prepare(void)
     is_root = geteuid() == 0;
     /* No process of ours may ever gain a capability by exec. This takes nothing from those we have
      * and still need; the child inherits it. EINVAL: past the last one that this kernel knows. */
-    for (unsigned long number = 0; prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0; number++)
-        ;
+    for (unsigned long number = 0; prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0; number++);
     bounding_set_is_empty = errno == EINVAL;
 }
 
@@ -293,8 +294,7 @@ static int read_message(void)
     if (text != message_bytes + size)
         return EINVAL;
 
-    size_t expected = 1U + (header.flags & FLAG_STDIO ? 3U : 0U) +
-                      (header.flags & FLAG_LANDLOCK ? 1U : 0U);
+    size_t expected = header.flags & FLAG_STDIO ? 4U : 1U;
     bool change_user = header.flags & FLAG_CHANGE_USER;
     if (received_count != expected || change_user == !!(header.flags & FLAG_SAME_USER))
         return EINVAL;
@@ -348,6 +348,9 @@ static _Noreturn void become_task(void)
     /* Ours is the only other copy of the parent's end: without it, read() sees the parent die. */
     close(control[0]);
     require(setsid() >= 0, STEP_setsid);
+    /* Only now that the child is in its group: the namespace's root is the group one is in. */
+    if (header.flags & FLAG_CGROUP_NAMESPACE)
+        require(syscall(SYS_unshare, CLONE_NEWCGROUP) == 0, STEP_namespace);
     for (int i = 0; header.flags & FLAG_STDIO && i < 3; i++)
         require(dup2(received[1 + i], i) >= 0, STEP_stdio);
     /* While we are root: raising a hard limit takes CAP_SYS_RESOURCE. */
@@ -381,8 +384,7 @@ static _Noreturn void become_task(void)
         _exit(127);
     set_signal_mask(0);
     if (header.flags & FLAG_LANDLOCK)
-        require(syscall(SYS_landlock_restrict_self, received[received_count - 1], 0) == 0,
-                STEP_landlock);
+        require(syscall(SYS_landlock_restrict_self, FD_RULESET, 0) == 0, STEP_landlock);
     /* Last, for it need not allow any call above; no_new_privs, set in prepare(), lets us. */
     if (header.filter_count) {
         struct sock_fprog code = {.len = (unsigned short)header.filter_count,
@@ -402,7 +404,6 @@ static void start_task(void)
     struct clone_args arguments = {.exit_signal = SIGCHLD, .cgroup = FD_CGROUP};
     struct child_report report;
     char line[64];
-
     /* Born in its cgroup: none of its forks can escape, and its account starts with it. */
     if (header.flags & FLAG_CGROUP)
         arguments.flags = CLONE_INTO_CGROUP;
@@ -420,10 +421,10 @@ static void start_task(void)
     (void)!send(control[0], "", 1, MSG_NOSIGNAL);
 
     /* While the child is in exec: let go of what is the task's, so that its pipes see their EOF,
-     * and of the message's pages. The channel, 6, 7 and the record are kept. */
+     * and of the message's pages. The channel, 7, 8 and the record are kept. */
     close(control[1]);
     syscall(SYS_close_range, 0U, 2U, 0);
-    syscall(SYS_close_range, (unsigned)FD_MESSAGE, (unsigned)FD_CGROUP, 0);
+    syscall(SYS_close_range, (unsigned)FD_MESSAGE, (unsigned)FD_RULESET, 0);
     for (size_t i = 1; i < received_count; i++)
         close(received[i]);
     madvise(message_bytes, sizeof message_bytes, MADV_DONTNEED);
@@ -484,7 +485,6 @@ int main(void)
     start_task();
     for (;;) {
         struct signalfd_siginfo signal;
-
         if (read(signals_fd, &signal, sizeof signal) != sizeof signal)
             _exit(1);
         if (signal.ssi_signo == SIGCHLD)

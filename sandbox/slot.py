@@ -189,7 +189,8 @@ class SlotMaker:
         try:
             table = (
                 null, write_end, write_end, channel, message_fd,
-                null if task_fd is None else task_fd, read_end, null if lock is None else lock,
+                null if task_fd is None else task_fd, null, read_end,
+                null if lock is None else lock,
             )  # fmt: skip
             pid, pidfd = clone.clone3(0, cgroup_fd=init_fd)
             if pid == 0:

@@ -120,6 +120,7 @@ class Driver:
         wrapper: Sequence[str] = (),
         cgroup_fd: int | None = None,
         message_fd: int | None = None,
+        ruleset_fd: int | None = None,
         missing: int | None = None,
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,7 +136,8 @@ class Driver:
         sources = [
             fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100)
             for fd in (
-                null, output, output, theirs.fileno(), message, cgroup, self.output_reader, null,
+                null, output, output, theirs.fileno(), message, cgroup,
+                null if ruleset_fd is None else ruleset_fd, self.output_reader, null,
             )
         ]  # fmt: skip
         command = [*wrapper, str(program)]

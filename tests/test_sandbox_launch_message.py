@@ -75,6 +75,7 @@ def test_description_of_the_message_is_the_launchers(tmp_path: Path) -> None:
         "FD_CHANNEL": launch_message.FD_CHANNEL,
         "FD_MESSAGE": launch_message.FD_MESSAGE,
         "FD_CGROUP": launch_message.FD_CGROUP,
+        "FD_RULESET": launch_message.FD_RULESET,
         "FD_FIRST_FREE": launch_message.FD_UID_LOCK + 1,
         "FLAGS_KNOWN": sum(Flags),
         "RLIM_INFINITY": launch_message.RLIM_INFINITY,

@@ -198,6 +198,21 @@ def test_cgroup_that_is_gone_is_a_failed_clone(drive: Drive, cgroup: Path) -> No
     assert number in (errno.ENOENT, errno.ENODEV)
 
 
+@needs_root
+def test_task_in_a_cgroup_namespace_sees_its_group_as_the_root(drive: Drive) -> None:
+    driver = drive()
+    driver.go(task_message("cat /proc/self/cgroup", flags=Flags.CGROUP_NAMESPACE))
+    assert b"0::/\n" in driver.output()
+    assert driver.ended()[0] == 0
+
+
+@needs_root
+def test_cgroup_namespace_without_the_right_to_one_is_a_failed_namespace(drive: Drive) -> None:
+    driver = drive(wrapper=AS_NOBODY)
+    driver.go(task_message(users=None, flags=Flags.CGROUP_NAMESPACE))
+    assert driver.failed() == (Step.NAMESPACE, errno.EPERM)
+
+
 # ---- Landlock and seccomp ----
 
 
@@ -210,10 +225,8 @@ def test_landlock_ruleset_is_enforced(drive: Drive, tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.touch()
     # The pipe that the task prints to is open already and so not affected.
-    driver = drive()
-    driver.go(
-        task_message(f"echo ready; echo x > {target}", users=None, flags=Flags.LANDLOCK), [ruleset]
-    )
+    driver = drive(ruleset_fd=ruleset)
+    driver.go(task_message(f"echo ready; echo x > {target}", users=None, flags=Flags.LANDLOCK))
     os.close(ruleset)
     assert b"ready" in driver.output()
     assert driver.ended()[0] != 0
