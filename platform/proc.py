@@ -86,6 +86,30 @@ def children(pid: int) -> list[int]:
     return [one.pid for one in all_processes().values() if one.parent == pid]
 
 
+def namespaced_pids(pid: int) -> tuple[int, ...]:
+    """A process' number in each pid namespace that it is in, ours first, its innermost last.
+
+    Empty when there is no such process.
+
+    Source: proc_pid_status(5), NSpid (Linux 4.1).
+    """
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        name, _, numbers = line.partition(b":")
+        if name == b"NSpid":
+            return tuple(map(int, numbers.split()))
+    return ()
+
+
+def child_by_own_number(parent: int, number: int) -> int | None:
+    """The live child of ``parent`` that has this number in its own pid namespace; None without."""
+    listed = _read(f"/proc/{parent}/task/{parent}/children").split()
+    # Without CONFIG_PROC_CHILDREN there is no such file.
+    for pid in map(int, listed) if listed else children(parent):
+        if namespaced_pids(pid)[-1:] == (number,):
+            return pid
+    return None
+
+
 def descendants(pid: int) -> list[int]:
     """Live children, their children, and so on, parents before children; ``pid`` is not in it.
 

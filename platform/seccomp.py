@@ -138,18 +138,19 @@ class Policy:
         rules: of those for one call the first that holds decides.
         default: for calls without a rule, and where none of a call's rules holds.
         unknown: for numbers that our tables have no name for, so newer than they are.
+        foreign: for calls of other architectures and, on x86-64, of x32, whose numbers mean others.
     """
 
     rules: tuple[Rule, ...]
     default: Action
     unknown: Action
+    foreign: Action = KILL_PROCESS
 
 
 def compile_filter(policy: Policy, machine: str) -> bytes:
     """The program for ``policy``: struct sock_filter after struct sock_filter.
 
-    Foreign architectures and, on x86-64, x32 calls kill the process. A rule for a call that only
-    other machines have is left out.
+    A rule for a call that only other machines have is left out.
 
     Args:
         policy: see Policy.
@@ -162,7 +163,7 @@ def compile_filter(policy: Policy, machine: str) -> bytes:
     if machine not in _ARCHITECTURES:
         raise ValueError(f"cannot compile a filter for {machine}: there is no table of its calls")
     numbers = syscalls.numbers(machine)
-    code = _lead_in(machine) + _search(_segments(policy, numbers))
+    code = _lead_in(machine, policy.foreign) + _search(_segments(policy, numbers))
     if len(code) > INSTRUCTIONS_MAX:
         raise ValueError(
             f"cannot compile a filter of {len(code)} instructions: the limit is {INSTRUCTIONS_MAX}"
@@ -192,12 +193,12 @@ def knows(action: Action) -> bool:
     return True
 
 
-def _lead_in(machine: str) -> _Code:
-    """Kills what is not a native 64-bit call, else goes on with its number loaded."""
+def _lead_in(machine: str, foreign: Action) -> _Code:
+    """Decides about what is not a native 64-bit call, else goes on with its number loaded."""
     code = [
         (LOAD_WORD, 0, 0, OFFSET_ARCHITECTURE),
         (JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-        (RETURN, 0, 0, SECCOMP_RET_KILL_PROCESS),
+        (RETURN, 0, 0, foreign.value),
         (LOAD_WORD, 0, 0, OFFSET_NUMBER),
     ]
     if machine == "x86_64":
@@ -205,7 +206,7 @@ def _lead_in(machine: str) -> _Code:
         code += [
             (JUMP_SET, 0, 2, X32_SYSCALL_BIT),
             (JUMP_EQUAL, 1, 0, _NO_CALL),
-            (RETURN, 0, 0, SECCOMP_RET_KILL_PROCESS),
+            (RETURN, 0, 0, foreign.value),
         ]
     return code
 

@@ -63,6 +63,24 @@ def deny_setgroups(pid: int | str) -> None:
     _write(pid, "setgroups", "deny")
 
 
+def keep_own_ids(uid: int, gid: int) -> None:
+    """In a child made with CLONE_NEWUSER: it keeps its ids and has every capability inside.
+
+    Makes it dumpable: of a process that is not, /proc/self belongs to root, the maps too.
+
+    Args:
+        uid: the effective one, as it was before the namespace.
+        gid: the same.
+
+    Raises:
+        SyscallError: EPERM: the host does not let it.
+    """
+    prctl.allow_dump()
+    deny_setgroups("self")
+    write_uid_map("self", [IdRange(uid, uid)])
+    write_gid_map("self", [IdRange(gid, gid)])
+
+
 def obstacle() -> SyscallError | None:
     """What keeps the caller from using a new user namespace, found by trying; None when nothing.
 
@@ -102,11 +120,7 @@ def _try_and_exit(uid: int, gid: int, report_fd: int) -> NoReturn:
     try:
         report = _ALL_WELL
         try:
-            # Of a process that may not be dumped /proc/self belongs to root, the maps too.
-            prctl.allow_dump()
-            deny_setgroups("self")
-            write_uid_map("self", [IdRange(uid, uid)])
-            write_gid_map("self", [IdRange(gid, gid)])
+            keep_own_ids(uid, gid)
             mounts.make_private("/")
         except SyscallError as error:
             report = f"{error.call}\0{error.arguments}\0{error.errno}".encode()

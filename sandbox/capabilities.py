@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Final
 
 from stockade.platform.cgroup import Group
-from stockade.sandbox import tree
+from stockade.sandbox import confinement_probe, tree
 from stockade.sandbox.limits import Limits
-
-PROFILES: Final = ("process",)
+from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, View, needs
+from stockade.sandbox.work_directory import fits_in_memory, wants_quota
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class HostCapabilities:
         cgroup_reason: why there is none.
         controllers: which of cpu, io, memory, pids the tree can use.
         cgroup_kill: the kernel has cgroup.kill (5.14).
+        obstacles: why a feature of a profile cannot be used, by feature; one that can is not in it.
     """
 
     root: bool
@@ -34,6 +35,22 @@ class HostCapabilities:
     cgroup_reason: str
     controllers: frozenset[str]
     cgroup_kill: bool
+    obstacles: Mapping[Feature, str]
+
+    @property
+    def available(self) -> frozenset[Feature]:
+        """The features that this host has."""
+        lacking = {Feature.OWN_UID: not self.root, Feature.CGROUP_KILL: not self.has_cgroup_kill}
+        return frozenset(
+            feature
+            for feature in Feature
+            if feature not in self.obstacles and not lacking.get(feature)
+        )
+
+    @property
+    def has_cgroup_kill(self) -> bool:
+        """Whether the kernel finds and kills all of a slot's processes."""
+        return self.cgroup_parent is not None and self.cgroup_kill
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +90,7 @@ def probe() -> HostCapabilities:
         cgroup_reason=reason,
         controllers=controllers,
         cgroup_kill=cgroup_kill,
+        obstacles=confinement_probe.obstacles(),
     )
 
 
@@ -93,16 +111,52 @@ _BY_CONTROLLER: Final[dict[str, tuple[str, str]]] = {
 }
 
 
-def missing(profile: str, limits: Limits, host: HostCapabilities) -> tuple[Missing, ...]:
+# Of what a profile needs: what is done without it, and what mends that, as root and as a user.
+_AS_ROOT: Final = "start the worker as root"
+_PRIVILEGED: Final = (
+    "let root mount and make namespaces: outside of a container, or in one with CAP_SYS_ADMIN, "
+    "CAP_SYS_CHROOT and CAP_NET_ADMIN and without a filter on those calls"
+)
+_USER_NAMESPACES: Final = (
+    "allow user namespaces (sysctl user.max_user_namespaces and, where there are such, "
+    "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
+    "or start the worker as root"
+)
+_BY_FEATURE: Final[dict[Feature, tuple[str, str, str]]] = {
+    Feature.OWN_UID: (
+        "tasks run as the worker's user and can reach its processes and each other's",
+        _AS_ROOT, _AS_ROOT,
+    ),
+    Feature.CGROUP_KILL: (
+        "leftovers are found by process group, session, uid and parentage", _DELEGATE, _DELEGATE,
+    ),
+    Feature.NAMESPACES: (
+        "tasks see the host's files, processes and IPC, as in profile process",
+        _PRIVILEGED, _USER_NAMESPACES,
+    ),
+    Feature.CGROUP_NAMESPACE: (
+        "no cgroup files are shown; /proc/self/cgroup tells the group's path",
+        _PRIVILEGED, _AS_ROOT,
+    ),
+    Feature.PRIVATE_NETWORK: ("tasks use the host's network", _PRIVILEGED, _USER_NAMESPACES),
+    Feature.SECCOMP: (
+        "no system call is filtered", "use a kernel with CONFIG_SECCOMP_FILTER, on x86_64 or "
+        "aarch64", "use a kernel with CONFIG_SECCOMP_FILTER, on x86_64 or aarch64",
+    ),
+    Feature.LANDLOCK: (
+        "mounts and modes alone decide about files", "boot with landlock in lsm=, on Linux 5.19 or "
+        "newer", "boot with landlock in lsm=, on Linux 5.19 or newer",
+    ),
+}  # fmt: skip
+
+
+def missing(
+    profile: Profile, limits: Limits, host: HostCapabilities, view: View = WHOLE_VIEW
+) -> tuple[Missing, ...]:
     """What of (profile, limits) this host cannot enforce; empty when all of it can be.
 
     A limit that is not set is not missed.
-
-    Raises:
-        ValueError: no such profile.
     """
-    if profile not in PROFILES:
-        raise ValueError(f"unknown profile {profile!r}: this version has {', '.join(PROFILES)}")
     found = [
         Missing(
             feature=name,
@@ -113,39 +167,38 @@ def missing(profile: str, limits: Limits, host: HostCapabilities) -> tuple[Missi
         for name, (controller, instead) in _BY_CONTROLLER.items()
         if getattr(limits, name) is not None and controller not in host.controllers
     ]
-    checks: tuple[tuple[Callable[[], bool], Missing], ...] = (
-        (
-            lambda: host.cgroup_parent is None or not host.cgroup_kill,
-            Missing(
-                "cgroup_kill",
-                host.cgroup_reason or "the kernel has no cgroup.kill (5.14)",
-                "leftovers are found by process group, session, uid and parentage",
-                _DELEGATE,
-            ),
-        ),
-        (
-            lambda: not host.root,
-            Missing(
-                "own_uid",
-                "the worker does not run as root",
-                "tasks run as the worker's user and can reach its processes and each other's",
-                "start the worker as root",
-            ),
-        ),
-        (
-            lambda: limits.workdir_max is not None or limits.workdir_inodes_max is not None,
-            Missing(
-                "workdir_max",
-                "this version has no quota of the work directory",
-                "limit_fsize bounds single files",
-                "leave workdir_max and workdir_inodes_max unset",
-            ),
-        ),
-    )
-    found.extend(entry for lacks, entry in checks if lacks())
+    lacking = needs(profile, view) - host.available
+    for feature, (instead, mend_as_root, mend_as_user) in _BY_FEATURE.items():
+        if feature in lacking:
+            mend = mend_as_root if host.root else mend_as_user
+            found.append(Missing(feature.value, _why(feature, host), instead, mend))
+    if wants_quota(limits):
+        found.extend(_missing_quota(limits, host))
     return tuple(found)
 
 
-def features(profile: str, limits: Limits, host: HostCapabilities) -> tuple[str, ...]:
+def _why(feature: Feature, host: HostCapabilities) -> str:
+    if feature is Feature.OWN_UID:
+        return "the worker does not run as root"
+    if feature is Feature.CGROUP_KILL:
+        return host.cgroup_reason or "the kernel has no cgroup.kill (5.14)"
+    return host.obstacles[feature]
+
+
+def _missing_quota(limits: Limits, host: HostCapabilities) -> list[Missing]:
+    if not host.root or Feature.NAMESPACES in host.obstacles:
+        why = host.obstacles.get(Feature.NAMESPACES) or "only root can mount a tmpfs for each task"
+        mend = _PRIVILEGED if host.root else _AS_ROOT
+    elif not fits_in_memory(limits):
+        why = "the quota is a tmpfs, which counts as memory: more than half of memory_max"
+        mend = "lower workdir_max, or raise memory_max"
+    else:
+        return []
+    return [Missing("workdir_max", why, "limit_fsize bounds single files", mend)]
+
+
+def features(
+    profile: Profile, limits: Limits, host: HostCapabilities, view: View = WHOLE_VIEW
+) -> tuple[str, ...]:
     """The names of what ``missing`` finds, as outcomes carry them."""
-    return tuple(entry.feature for entry in missing(profile, limits, host))
+    return tuple(entry.feature for entry in missing(profile, limits, host, view))

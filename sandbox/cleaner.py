@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
 from stockade.sandbox.tree import SlotGroups
 from stockade.sandbox.uids import UidPool
+from stockade.sandbox.work_directory import unmount_work_directory
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Cleaner:
                     self._give_up(job, f"its cgroup: {error}")
                 return
         try:
-            os.rmdir(job.name, dir_fd=self._places.work)
+            self._remove_directory(job.name)
         except FileNotFoundError:
             self._done(job)
         except OSError:
@@ -78,6 +80,16 @@ class Cleaner:
             self._start_children()
         else:
             self._done(job)
+
+    def _remove_directory(self, name: str) -> None:
+        try:
+            os.rmdir(name, dir_fd=self._places.work)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            # A tmpfs of a task that saw the spawner's mounts; what was in it goes with it.
+            unmount_work_directory(self._places.work_directory(name))
+            os.rmdir(name, dir_fd=self._places.work)
 
     def _start_children(self) -> None:
         while self._waiting and self._running < _CHILDREN:
@@ -99,7 +111,7 @@ class Cleaner:
         self._running -= 1
         try:
             # The child could empty the directory but not take it from its parent, which is ours.
-            os.rmdir(job.name, dir_fd=self._places.work)
+            self._remove_directory(job.name)
         except FileNotFoundError:
             self._done(job)
         except OSError as error:

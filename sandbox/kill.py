@@ -1,7 +1,8 @@
 """Ending everything in a slot, and seeing that nothing is left.
 
-With a cgroup tree the kernel does both. Without one a slot's processes are found by parentage (the
-launcher is their subreaper), by session and, with a uid of the slot's own, by uid.
+With a cgroup tree the kernel does both, with a pid namespace the killing. Without either a slot's
+processes are found by parentage (the launcher is their subreaper), by session and, with a uid of
+the slot's own, by uid.
 """
 
 from __future__ import annotations
@@ -112,6 +113,14 @@ class ScatteredReach:
             return not self.members()
         # Not by pid, which could be somebody else's by now.
         return pidfd.has_ended(self._launcher_pidfd) and not self.members()
+
+
+class InitReach(ScatteredReach):
+    """Without a tree, but with a pid namespace whose init the launcher is: it takes all with it."""
+
+    def kill_launcher_too(self) -> None:
+        if self._launcher_pidfd >= 0:
+            pidfd.send_signal(self._launcher_pidfd, signal.SIGKILL)
 
 
 def _kill_uid(uid: int) -> None:

@@ -66,6 +66,7 @@ def launch_message(
     rlimits: Sequence[tuple[int, int, int]],
     uid: int | None,
     launcher_uid: int,
+    filter_program: bytes,
     flags: Flags,
 ) -> LaunchMessage:
     """What the launcher is to do. ``uid`` None: not root, the task runs as the worker's user."""
@@ -76,6 +77,7 @@ def launch_message(
         directory=(directory or work_directory).encode(),
         users=None if uid is None else Users(uid, uid, launcher_uid, launcher_uid),
         rlimits=tuple(rlimits),
+        filter=filter_program,
         umask=UMASK,
         flags=flags,
     )

@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from stockade.sandbox.confinement import same_files
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.loop import Loop, Timer
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.slot import Slot, SlotMaker
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class Pool:
     """Ready slots.
 
     Args:
+        profile: of the slots; a task with another one gets a slot made for it.
         limits: what the slots are made with; a task with others has the difference applied.
         discard: cleans up a slot that was never used, its launcher being gone or told to go.
         watch_child: registers a callback for the end of a child, by pid.
@@ -38,13 +41,14 @@ class Pool:
     """
 
     def __init__(
-        self, loop: Loop, maker: SlotMaker, limits: Limits, *,
+        self, loop: Loop, maker: SlotMaker, profile: Profile, limits: Limits, *,
         discard: Callable[[Slot], None],
         watch_child: Callable[[int, Callable[[int], None]], None],
         least: int, most: int,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._maker = maker
+        self._profile = profile
         self._limits = limits
         self._discard = discard
         self._watch_child = watch_child
@@ -56,12 +60,14 @@ class Pool:
         self._shrink_timer: Timer | None = None
         self._closed = False
 
-    def take(self, limits: Limits) -> Slot:
-        """A slot for a task with these limits: a ready one, or one made now.
+    def take(self, profile: Profile, limits: Limits) -> Slot:
+        """A slot for a task: a ready one, or one made now.
 
         Raises:
             SandboxSetupError: none can be made.
         """
+        if profile is not self._profile or not same_files(profile, limits, self._limits):
+            return self._maker.make(profile, limits)
         slot = self._next_alive()
         if slot is not None:
             try:
@@ -72,7 +78,7 @@ class Pool:
         else:
             # A burst came that the pool was too small for.
             self._aim = min(self._most, max(1, 2 * self._aim))
-            slot = self._maker.make(limits)
+            slot = self._maker.make(profile, limits)
         self._plan_refill(_QUIET_S)
         self._plan_shrink()
         return slot
@@ -100,7 +106,7 @@ class Pool:
     def _refill(self) -> None:
         self._refill_timer = None
         try:
-            slot = self._maker.make(self._limits)
+            slot = self._maker.make(self._profile, self._limits)
         except SandboxSetupError as error:
             log.warning("cannot make a slot ahead of need: %s", error)
             self._plan_refill(_RETRY_S)

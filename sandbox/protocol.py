@@ -93,7 +93,7 @@ class Start(_Fields):
         files: names, without a slash, of files to put in the work directory, 0600, the task's.
         directory: absolute working directory, or None for the slot's work directory. HOME, TMPDIR
             and PWD of the task are the slot's work directory either way and set by the spawner.
-        profile: ``process`` (until others are supported).
+        profile: a profiles.Profile.
     """
 
     type: ClassVar[str] = "start"

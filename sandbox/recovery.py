@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from stockade.platform import pidfd, proc
 from stockade.platform.errors import SyscallError
-from stockade.sandbox import capabilities, slot
+from stockade.sandbox import slot
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord
 from stockade.sandbox.slot import Slot
 from stockade.sandbox.task import Phase, Task
@@ -77,7 +78,7 @@ def _take_over(
     task = Task(
         spawner.loop, spawner, _slot_of(spawner, header, launcher), record, header,
         controllers=spawner.controllers,
-        degraded=capabilities.features(header.profile, header.limits, spawner.host),
+        degraded=spawner.degraded(Profile(header.profile), header.limits),
     )  # fmt: skip
     spawner.tasks[task.seq] = task
     task.started = found.started

@@ -1,4 +1,6 @@
-"""What the ``sealed`` profile forbids by system call, and why.
+"""What the profiles forbid by system call, and why.
+
+``process`` and ``private`` forbid one thing, see ``basic``. The rest is about ``sealed``.
 
 Everything is allowed but what is listed: a task runs any program, and what programs call is not
 known beforehand. Listed is what lets a task reach past its namespaces or its uid, change the host,
@@ -27,6 +29,7 @@ from stockade.platform.seccomp import (
     compile_filter,
     fail_with,
 )
+from stockade.sandbox.profiles import Profile
 
 _DENY: Final = fail_with(errno.EPERM)
 _ABSENT: Final = fail_with(errno.ENOSYS)
@@ -73,6 +76,8 @@ CLONE_NEW: Final = 0x7E020000  # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWP
 
 TIOCSTI: Final = 0x5412  # types into the terminal as if its user had
 TIOCLINUX: Final = 0x541C  # pastes into a virtual console
+PTRACE_ATTACH: Final = 16
+PTRACE_SEIZE: Final = 0x4206
 PERSONALITY_QUERY: Final = 0xFFFFFFFF
 NETLINK_ROUTE: Final = 0
 SOCK_TYPE_MASK: Final = 0xF
@@ -80,6 +85,20 @@ SOCK_RAW: Final = 3
 SOCK_PACKET: Final = 10  # with AF_INET the kernel takes it for AF_PACKET
 
 SOCKET_FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+
+
+def basic() -> Policy:
+    """The policy of the profiles that are not sealed: a task attaches to no running process.
+
+    Its launcher is out of its reach anyway; this keeps tasks apart that share a uid (no root), and
+    a program that was taken over from the ones beside it in its task. A debugger that starts its
+    program itself works, as do 32-bit programs.
+    """
+    rules = tuple(
+        Rule("ptrace", _DENY, (_int(0, Is.EQUAL, request),))
+        for request in (PTRACE_ATTACH, PTRACE_SEIZE)
+    )
+    return Policy(rules, default=ALLOW, unknown=ALLOW, foreign=ALLOW)
 
 
 def sealed() -> Policy:
@@ -100,16 +119,17 @@ def sealed() -> Policy:
     return Policy(tuple(rules), default=ALLOW, unknown=_ABSENT)
 
 
-def sealed_filter(machine: str) -> bytes:
-    """The compiled filter of ``sealed``, for the launcher's message.
+def filter_of(profile: Profile, machine: str) -> bytes:
+    """The compiled filter of a profile, for the launcher's message.
 
     Args:
+        profile: whose.
         machine: as ``os.uname().machine`` has it.
 
     Raises:
         ValueError: there is no table of the machine's system calls.
     """
-    return compile_filter(sealed(), machine)
+    return compile_filter(sealed() if profile is Profile.SEALED else basic(), machine)
 
 
 def _sockets() -> list[Rule]:

@@ -8,6 +8,7 @@ import json
 from typing import Self
 
 from stockade.sandbox.limits import Limits
+from stockade.sandbox.profiles import WHOLE_VIEW, Profile, View
 
 
 class Lifetime(enum.StrEnum):
@@ -34,7 +35,9 @@ class SpawnerSettings:
         uid_min: first uid of the range that slots take theirs from, when root. The first two are
             the launchers' own.
         uid_max: last uid of that range.
+        profile: of ready slots; a task with another one gets a slot made for it.
         limits: what ready slots are made with; a task with others has the difference applied.
+        view: what of the host tasks see.
         pool_min: how many slots wait ready when nothing has happened for long.
         pool_max: how many may wait.
         lifetime: see Lifetime.
@@ -47,7 +50,9 @@ class SpawnerSettings:
     supervisor_gid: int
     uid_min: int
     uid_max: int
+    profile: Profile = Profile.PRIVATE
     limits: Limits = Limits()  # noqa: RUF009 - frozen
+    view: View = WHOLE_VIEW
     pool_min: int = 0
     pool_max: int = 0
     lifetime: Lifetime = Lifetime.LASTING
@@ -63,7 +68,9 @@ class SpawnerSettings:
         return cls(
             **{
                 **fields,
+                "profile": Profile(fields["profile"]),
                 "limits": Limits.from_json(fields["limits"]),
+                "view": View.from_json(fields["view"]),
                 "lifetime": Lifetime(fields["lifetime"]),
             }
         )

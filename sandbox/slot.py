@@ -1,8 +1,8 @@
 """A slot: the resources of one task, made ready before the task arrives, used once.
 
 A slot has a cgroup, a uid (as root), a work directory, an output FIFO, and a launcher that waits in
-it. ``make`` prepares all of that; ``launch`` hands the launcher its message; ``release`` gives back
-what is left when nothing of the task lives any more.
+it, confined as the profile says. ``make`` prepares all of that; ``launch`` hands the launcher its
+message.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Final, NoReturn
 
 from stockade.platform import clone, files, pidfd, proc
+from stockade.sandbox.child import Ground, become_launcher
+from stockade.sandbox.confinement import Confinement
+from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.launch_message import GO, LaunchMessage, encode
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.places import Places
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.tree import SlotGroups, Tree
 from stockade.sandbox.uids import UidPool
-
-# Descriptors are first copied above this number, so that none is overwritten before it was moved.
-_PARKED: Final = 64
-
-# What the child says on the channel when it cannot even become a launcher; then a text.
-SETUP_FAILED: Final = b"!"
+from stockade.sandbox.work_directory import (
+    WorkDirectory,
+    open_work_directory,
+    unmount_work_directory,
+    wants_quota,
+)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,6 +43,8 @@ class Slot:
         message_fd: the memfd that the launcher reads its message from; closed at launch.
         output_fd: a read end of the output FIFO, held so that nothing printed is lost while no
             supervisor reads.
+        confinement: its plan; None after a takeover.
+        work: the work directory, open until the task starts.
     """
 
     name: str
@@ -54,6 +58,8 @@ class Slot:
     message_fd: int
     output_fd: int
     controllers: frozenset[str] = frozenset()
+    confinement: Confinement | None = None
+    work: WorkDirectory = dataclasses.field(default_factory=lambda: WorkDirectory(-1))
 
     def limit(self, limits: Limits, current: Limits) -> None:
         """Applies what of ``limits`` differs from the ``current`` ones of the slot.
@@ -73,6 +79,7 @@ class Slot:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+        self.work.close()
         for name in ("launcher_pidfd", "message_fd"):
             fd = getattr(self, name)
             if fd >= 0:
@@ -84,34 +91,43 @@ class SlotMaker:
     """Makes slots for one spawner."""
 
     def __init__(
-        self, places: Places, tree: Tree | None, uids: UidPool | None, launcher_fd: int,
-        generation: int,
+        self, places: Places, tree: Tree | None, uids: UidPool | None, confiner: Confiner,
+        *, launcher_fd: int, generation: int,
     ) -> None:  # fmt: skip
         self._places = places
         self._tree = tree
         self._uids = uids
+        self._confiner = confiner
         self._launcher_fd = launcher_fd
         self._generation = generation
         self._counter = 0
 
-    def make(self, limits: Limits) -> Slot:
-        """A fresh slot with its launcher waiting.
+    def make(self, profile: Profile, limits: Limits) -> Slot:
+        """A fresh slot with its launcher waiting, or about to.
 
         Raises:
             SandboxSetupError: naming the step; everything made for it is taken back.
         """
+        confinement = self._confiner.plan(profile, limits)
         step = "make a work directory"
         try:
             with contextlib.ExitStack() as undo:
-                name, work_fd = self._work_directory()
+                name = self._new_directory()
                 undo.callback(os.rmdir, name, dir_fd=self._places.work)
-                with _closing(work_fd):
-                    uid = lock = None
-                    if self._uids is not None:
-                        step = "give the task a uid"
-                        uid, lock = self._uids.take()
-                        undo.callback(self._uids.give_back, uid, lock)
-                        os.fchown(work_fd, uid, uid)
+                uid = lock = None
+                if self._uids is not None:
+                    step = "give the task a uid"
+                    uid, lock = self._uids.take()
+                    undo.callback(self._uids.give_back, uid, lock)
+                step = "open the work directory"
+                path = self._places.work_directory(name)
+                if wants_quota(limits):
+                    undo.callback(unmount_work_directory, path)
+                work = open_work_directory(
+                    self._places.work, self._places.work_path, name, limits, uid,
+                    detached=confinement.has_own_files and self._uids is not None,
+                )  # fmt: skip
+                undo.callback(work.close)
 
                 groups = None
                 if self._tree is not None:
@@ -134,10 +150,14 @@ class SlotMaker:
                     undo.callback(os.close, message_fd)
                     with theirs:
                         given = (write_end, theirs.fileno(), message_fd, read_end, lock)
-                        pid, pidfd = self._clone(groups, given)
+                        ground = self._confiner.ground(confinement, work, path)
+                        pid, pidfd = self._clone(groups, ground, given)
                 undo.pop_all()
         except OSError as error:
             raise SandboxSetupError(step, str(error)) from error
+        if work.mount >= 0:
+            os.close(work.mount)
+            work.mount = -1
         return Slot(
             name=name,
             uid=uid,
@@ -151,9 +171,11 @@ class SlotMaker:
             message_fd=message_fd,
             output_fd=read_end,
             controllers=self._tree.controllers if self._tree is not None else frozenset(),
+            confinement=confinement,
+            work=work,
         )
 
-    def _work_directory(self) -> tuple[str, int]:
+    def _new_directory(self) -> str:
         while True:
             self._counter += 1
             name = f"{self._generation}-{self._counter}"
@@ -162,8 +184,7 @@ class SlotMaker:
             except FileExistsError:
                 # Set aside by an earlier life of this generation.
                 continue
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            return name, os.open(name, flags, dir_fd=self._places.work)
+            return name
 
     def _output(self, name: str, uid: int | None) -> tuple[int, int]:
         directory = self._places.output
@@ -180,50 +201,30 @@ class SlotMaker:
         return read_end, write_end
 
     def _clone(
-        self, groups: SlotGroups | None, given: tuple[int, int, int, int, int | None]
+        self,
+        groups: SlotGroups | None,
+        ground: Ground,
+        given: tuple[int, int, int, int, int | None],
     ) -> tuple[int, int]:
         write_end, channel, message_fd, read_end, lock = given
         init_fd = groups.init.open() if groups is not None else None
         task_fd = groups.task.open() if groups is not None else None
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
+            # By their numbers in the launcher, see launch_message.
             table = (
                 null, write_end, write_end, channel, message_fd,
                 null if task_fd is None else task_fd, null, read_end,
                 null if lock is None else lock,
             )  # fmt: skip
-            pid, pidfd = clone.clone3(0, cgroup_fd=init_fd)
+            pid, pidfd = clone.clone3(ground.clone_flags, cgroup_fd=init_fd)
             if pid == 0:
-                self._become_launcher(table, channel)
+                become_launcher(ground, table, self._launcher_fd)
             return pid, pidfd
         finally:
             for fd in (init_fd, task_fd, null):
                 if fd is not None:
                     os.close(fd)
-
-    def _become_launcher(self, table: Sequence[int], channel: int) -> NoReturn:
-        """In the child: the steps of the slot, then exec. Python still, so kept short."""
-        step = "session"
-        try:
-            os.setsid()
-            step = "oom_score_adj"
-            # The unit may protect the worker (OOMScoreAdjust=-1000); tasks must not inherit that.
-            # Written with CAP_SYS_RESOURCE it is also the least that the task can set.
-            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-            os.write(fd, b"0")
-            os.close(fd)
-            step = "descriptors"
-            parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, _PARKED) for fd in table]
-            for target, fd in enumerate(parked):
-                os.dup2(fd, target)
-            step = "exec of the launcher"
-            os.execve(self._launcher_fd, ["stockade-launcher"], {})
-        except OSError as error:
-            text = f"{step}: {error.strerror}".encode()
-            with socket.socket(fileno=channel) as peer:
-                peer.send(SETUP_FAILED + text)
-        finally:
-            os._exit(1)
 
 
 @contextlib.contextmanager
@@ -240,28 +241,23 @@ def open_output(places: Places, name: str) -> int:
     return os.open(name, flags, dir_fd=places.output)
 
 
-def put_files(places: Places, slot: Slot, contents: Sequence[tuple[str, bytes]]) -> None:
+def put_files(slot: Slot, contents: Sequence[tuple[str, bytes]]) -> None:
     """Writes files into the slot's work directory, 0600 and the task's, before the task starts.
 
     Raises:
         OSError: one cannot be written.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    directory = os.open(slot.name, flags, dir_fd=places.work)
-    try:
-        for name, content in contents:
-            if "/" in name or name in ("", ".", ".."):
-                raise OSError(errno.EINVAL, "not a plain file name", name)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o600, dir_fd=directory)
-            try:
-                files.write_all(fd, content)
-                if slot.uid is not None:
-                    os.fchown(fd, slot.uid, slot.uid)
-            finally:
-                os.close(fd)
-    finally:
-        os.close(directory)
+    for name, content in contents:
+        if "/" in name or name in ("", ".", ".."):
+            raise OSError(errno.EINVAL, "not a plain file name", name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=slot.work.fd)
+        try:
+            files.write_all(fd, content)
+            if slot.uid is not None:
+                os.fchown(fd, slot.uid, slot.uid)
+        finally:
+            os.close(fd)
 
 
 def launch(slot: Slot, message: LaunchMessage, record_fd: int, stdio: Sequence[int]) -> None:
@@ -274,4 +270,5 @@ def launch(slot: Slot, message: LaunchMessage, record_fd: int, stdio: Sequence[i
     files.write_all(slot.message_fd, encode(message))
     os.close(slot.message_fd)
     slot.message_fd = -1
+    slot.work.close()
     socket.send_fds(slot.channel, [GO], [record_fd, *stdio], socket.MSG_DONTWAIT)

@@ -20,6 +20,7 @@ from stockade.platform import prctl, sockets
 from stockade.sandbox import capabilities, protocol, slot, standby
 from stockade.sandbox.children import Children
 from stockade.sandbox.cleaner import Cleaner
+from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.connection import Connection
 from stockade.sandbox.errors import ProtocolError, SandboxSetupError
 from stockade.sandbox.limits import Limits
@@ -27,6 +28,7 @@ from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.places import Places
 from stockade.sandbox.pool import Pool
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.slot import Slot, SlotMaker
@@ -49,7 +51,8 @@ CAPABILITIES: Final = frozenset(
         "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE",  # work directories of other uids
         "CAP_SYS_RESOURCE",  # raises limits, resets oom_score_adj
         "CAP_SYS_PTRACE",  # reads the memory use of tasks where no controller counts it
-        "CAP_SYS_ADMIN",  # cgroups and namespaces
+        "CAP_SYS_ADMIN", "CAP_SYS_CHROOT",  # cgroups, mounts, and entering mount namespaces
+        "CAP_MKNOD", "CAP_NET_ADMIN",  # a slot's /dev and its loopback
         "CAP_LINUX_IMMUTABLE",  # removes files that a task made immutable
     }
 )  # fmt: skip
@@ -65,6 +68,8 @@ class Spawner:
         self.tasks: dict[int, Task] = {}
         self.children = Children(self.loop)
         self.places = places
+        if os.geteuid() == 0:
+            prctl.drop_capabilities(CAPABILITIES)
         host = capabilities.probe()
         self.tree: Tree | None = None
         if host.cgroup_parent is not None and host.cgroup_kill:
@@ -74,16 +79,19 @@ class Spawner:
         self.uids: UidPool | None = None
         if host.root:
             self.uids = UidPool(settings.uid_min, settings.uid_max)
-            prctl.drop_capabilities(CAPABILITIES)
+        confiner = Confiner(settings.view, self.host)
         self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
         self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
-        maker = SlotMaker(self.places, self.tree, self.uids, self._launcher_fd, self.generation)
+        maker = SlotMaker(
+            self.places, self.tree, self.uids, confiner,
+            launcher_fd=self._launcher_fd, generation=generation,
+        )  # fmt: skip
         self._pool = Pool(
-            self.loop, maker, settings.limits,
+            self.loop, maker, settings.profile, settings.limits,
             discard=self._discard, watch_child=self.children.watch,
             least=settings.pool_min, most=settings.pool_max,
         )  # fmt: skip
-        self._starter = Starter(self.places, self.uids, self.controllers)
+        self._starter = Starter(self.places, self.uids, self.controllers, confiner)
         self._standby = standby.Standby(self.loop, self.children, settings, generation)
         self._connection: Connection | None = None
         self._listener: socket.socket | None = None
@@ -96,6 +104,10 @@ class Spawner:
     @property
     def socket_path(self) -> str:
         return os.path.join(self.places.spawner_path, f"{self.generation}.sock")
+
+    def degraded(self, profile: Profile, limits: Limits) -> tuple[str, ...]:
+        """What this host cannot enforce of a task's profile and limits."""
+        return capabilities.features(profile, limits, self.host, self.settings.view)
 
     def listen(self) -> None:
         """Opens the way in for supervisors and, where tasks outlive one, starts the standby."""
@@ -177,7 +189,7 @@ class Spawner:
                 generation=self.generation,
                 token=self.places.token,
                 tasks=len(self.tasks),
-                degraded=capabilities.features("process", Limits(), self.host),
+                degraded=self.degraded(Profile.PROCESS, Limits()),
             )
         )
 
@@ -213,12 +225,13 @@ class Spawner:
             self._tell(known)
             return
         try:
-            degraded = capabilities.features(start.profile, start.limits, self.host)
+            profile = Profile(start.profile)
         except ValueError as error:
             raise ProtocolError(f"cannot start task {start.seq}: {error}") from error
+        degraded = self.degraded(profile, start.limits)
         request = read_request(start, fds)
         try:
-            made = self._pool.take(start.limits)
+            made = self._pool.take(profile, start.limits)
         except SandboxSetupError as error:
             outcome = Outcome(
                 Status.FAILED, ErrorCode.SPAWN_FAILED, str(error),

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 
-from stockade.platform import prctl
+from stockade.platform import clone, mounts, namespaces, prctl
 from stockade.platform.errors import StockadeError
 from stockade.sandbox import recovery, standby
 from stockade.sandbox.log import set_up as set_up_log
@@ -30,6 +30,18 @@ def _raise_nofile() -> None:
     """Each live task costs the spawner a few descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _leave_host_mounts() -> None:
+    """As root: what is mounted for tasks is seen by this worker alone; host mounts still come in.
+
+    A standby has this namespace from its parent. Where root may not make one, no profile that
+    mounts anything is available, which the probe says.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            namespaces.unshare(clone.CLONE_NEWNS)
+            mounts.set_attributes("/", flags=mounts.AT_RECURSIVE, propagation=mounts.MS_SLAVE)
 
 
 def _tell_starter(fd: int | None, answer: dict[str, object]) -> None:
@@ -61,6 +73,8 @@ def main() -> int:
     prctl.set_name("stockade-spawner")
     generation = arguments.generation or max(generations(settings.runtime_dir), default=0) + 1
     try:
+        if succession is recovery.Succession.FIRST:
+            _leave_host_mounts()
         places = Places.open(settings)
         if not places.lock():
             _tell_starter(

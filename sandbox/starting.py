@@ -11,11 +11,14 @@ from typing import Final, NamedTuple
 
 from stockade.platform import memfd, prctl, proc
 from stockade.sandbox import plan, slot
+from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.errors import ProtocolError
 from stockade.sandbox.launch_message import Flags
 from stockade.sandbox.places import Places
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.protocol import Start
 from stockade.sandbox.slot import Slot
+from stockade.sandbox.system_steps import TASK_DIRECTORY
 from stockade.sandbox.uids import UidPool
 
 _SPEC_MAX_BYTES: Final = 16 * 1024 * 1024
@@ -66,8 +69,11 @@ def read_request(start: Start, fds: Sequence[int]) -> Request:
 class Starter:
     """Hands tasks to launchers that wait in their slots."""
 
-    def __init__(self, places: Places, uids: UidPool | None, controllers: frozenset[str]) -> None:
+    def __init__(
+        self, places: Places, uids: UidPool | None, controllers: frozenset[str], confiner: Confiner
+    ) -> None:
         self._places = places
+        self._confiner = confiner
         self._launcher_uid = uids.launcher_uid if uids is not None else 0
         self._controllers = controllers
         self._own_hard = _own_hard_limits()
@@ -79,16 +85,24 @@ class Starter:
             OSError: a file cannot be written, or the launcher is gone.
             ValueError: the launcher could not take such a message.
         """
-        slot.put_files(self._places, made, request.files)
+        slot.put_files(made, request.files)
+        assert made.confinement is not None
         flags = Flags(0)
         if made.groups is not None:
             flags |= Flags.CGROUP
         if request.stdio:
             flags |= Flags.STDIO
+        if made.confinement.grants is not None:
+            flags |= Flags.LANDLOCK
+        if made.confinement.cgroup_namespace and made.groups is not None:
+            flags |= Flags.CGROUP_NAMESPACE
+        own_files = made.confinement.has_own_files
         message = plan.launch_message(
             argv=request.argv,
             base_environment=request.environment,
-            work_directory=self._places.work_directory(made.name),
+            work_directory=(
+                TASK_DIRECTORY if own_files else self._places.work_directory(made.name)
+            ),
             directory=start.directory,
             rlimits=plan.rlimits(
                 start.limits, self._controllers,
@@ -97,6 +111,7 @@ class Starter:
             ),
             uid=made.uid,
             launcher_uid=self._launcher_uid,
+            filter_program=self._confiner.filter_of(Profile(start.profile)),
             flags=flags,
         )  # fmt: skip
         if made.uid is not None:

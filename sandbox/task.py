@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import errno
 import logging
@@ -12,13 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from stockade.platform import pidfd
-from stockade.sandbox.kill import Reach, ScatteredReach, TreeReach
+from stockade.platform import pidfd, proc
+from stockade.sandbox.child import SETUP_FAILED
+from stockade.sandbox.kill import InitReach, Reach, ScatteredReach, TreeReach
 from stockade.sandbox.launch_message import SAYS_ENDED, SAYS_STARTED
 from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, StartedLine
-from stockade.sandbox.slot import SETUP_FAILED, Slot
+from stockade.sandbox.slot import Slot
 from stockade.sandbox.verdict import Accounts, Moment, judge
 from stockade.sandbox.watchdog import Watch
 
@@ -87,9 +90,9 @@ class Task:
     def _make_reach(self) -> Reach:
         if self.slot.groups is not None:
             return TreeReach(self.slot.groups, self._controllers)
-        return ScatteredReach(
-            self.slot.launcher_pid, self.slot.launcher_pidfd, None, self.header.uid
-        )
+        pid = self.slot.launcher_pid
+        reach = InitReach if len(proc.namespaced_pids(pid)) > 1 else ScatteredReach
+        return reach(pid, self.slot.launcher_pidfd, None, self.header.uid)
 
     # Following a launcher of ours, and one that an earlier spawner started.
 
@@ -151,10 +154,14 @@ class Task:
         self.launcher_exited()
 
     def _is_started(self, started: StartedLine) -> None:
+        if self.header.profile != Profile.PROCESS:
+            # The launcher knows the task by its number in the slot's pid namespace.
+            pid = proc.child_by_own_number(self.slot.launcher_pid, started.pid)
+            started = dataclasses.replace(started, pid=pid or 0)
         self.started = started
         self._stop_timer("start")
         if isinstance(self.reach, ScatteredReach):
-            self.reach.session = started.pid
+            self.reach.session = started.pid or None
         if self.phase is Phase.STARTING:
             self.phase = Phase.RUNNING
         limit = self.header.limits.runtime_max
@@ -220,14 +227,16 @@ class Task:
         """Kills what is left and waits, with a bound, until it is seen to be gone."""
         if self.phase in (Phase.CLEARING, Phase.OVER):
             return
-        never_ran = self.phase is Phase.STARTING
+        found = self.record.read()
+        # A launcher that has nothing to write down any more need not outlive the rest.
+        is_told = self.phase is Phase.STARTING or found.ended is not None
         self.phase = Phase.CLEARING
         for name in list(self._timers):
             self._stop_timer(name)
         if self.reach.gone():
             self._finish()
             return
-        self._kill(self.reach.kill_launcher_too if never_ran else self.reach.kill)
+        self._kill(self.reach.kill_launcher_too if is_told else self.reach.kill)
         if self.slot.groups is not None:
             self._events_fd = self.slot.groups.slot.events_fd()
             self._loop.watch(self._events_fd, select.EPOLLPRI, lambda _events: self._check_gone())

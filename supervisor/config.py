@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from stockade.sandbox.limits import MIB, Limits
+from stockade.sandbox.profiles import Profile
 from stockade.supervisor.config_values import (
     ADDRESS,
     ADVERTISED,
@@ -23,6 +24,8 @@ from stockade.supervisor.config_values import (
     NETWORKS,
     OPTIONAL_PATH,
     PATH,
+    PATHS,
+    SWITCH,
     TEXT,
     URL,
     URLS,
@@ -50,12 +53,6 @@ class Protocol(enum.StrEnum):
     """The link that the worker registers with."""
 
     HTTP = "http"
-
-
-class Profile(enum.StrEnum):
-    """How strongly a task is confined."""
-
-    PROCESS = "process"
 
 
 class Dialect(enum.StrEnum):
@@ -108,15 +105,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[LogLevel, choice(LogLevel)] = LogLevel.INFO
 
 
-_LATER_PROFILE: Final = "this profile is not available in this version; process is"
-
-
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``[profile]``."""
+    """``[profile]``. Paths are absolute; of two the longer one decides about what is in it.
 
-    name: Annotated[Profile, choice(Profile, private=_LATER_PROFILE, sealed=_LATER_PROFILE)] = (
-        Profile.PROCESS
-    )
+    Attributes:
+        name: how strongly a task is confined that asks for nothing stronger.
+        read_only_paths: what tasks see although it lies in a home, /run or /tmp.
+        read_write_paths: what tasks may change besides their work directory, as modes allow.
+        inaccessible_paths: what tasks do not see.
+        private_network: no network but loopback, in ``private`` too.
+    """
+
+    name: Annotated[Profile, choice(Profile)] = Profile.PRIVATE
+    read_only_paths: Annotated[tuple[str, ...], PATHS] = ()
+    read_write_paths: Annotated[tuple[str, ...], PATHS] = ()
+    inaccessible_paths: Annotated[tuple[str, ...], PATHS] = ()
+    private_network: Annotated[bool, SWITCH] = False
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,10 +208,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         sources: by ``section.key``: ``default``, ``file PATH``, ``environment NAME`` or
             ``flag --NAME``; a default that follows from another key says so in brackets.
         warnings: whole sentences for the log.
+        file: the configuration file, if one was read.
     """
 
     config: Config
     sources: dict[str, str]
+    file: Path | None = None
     warnings: tuple[str, ...] = ()
 
 

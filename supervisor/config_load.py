@@ -82,7 +82,9 @@ def load(
     config = _build(values)
     problems, warnings = check(config)
     _stop_at(problems)
-    return Loaded(config=config, sources=sources, warnings=(*_ignored(environ), *warnings))
+    return Loaded(
+        config=config, sources=sources, file=path, warnings=(*_ignored(environ), *warnings)
+    )
 
 
 def _stop_at(problems: list[str]) -> None:

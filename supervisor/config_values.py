@@ -149,6 +149,22 @@ def _read_path(raw: object) -> Path:
     return path
 
 
+def _read_path_below_root(raw: object) -> str:
+    path = str(_read_path(raw))
+    if path == "/":
+        raise ValueError("/ is the whole system: name what is meant in it")
+    return path
+
+
+def _read_switch(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    try:
+        return {"true": True, "false": False}[_line(raw).lower()]
+    except KeyError:
+        raise ValueError(f"{shown(str(raw))} is neither true nor false") from None
+
+
 def _read_worker_id(raw: object) -> str:
     text = _text(raw).strip()
     # The scheduler stores 64 characters; the rest keeps it one name of a cgroup and of a unit.
@@ -254,6 +270,8 @@ ADDRESS: Final = Kind(lambda raw: str(parse_address(_line(raw))), quoted)
 URL: Final = Kind(_optional(_read_url), quoted)
 URLS: Final = _list(_read_url)
 NETWORKS: Final = _list(_read_network)
+PATHS: Final = _list(_read_path_below_root)
+SWITCH: Final = Kind(_read_switch, lambda value: "true" if value else "false")
 LABELS: Final = Kind(_read_map, _write_map)
 ENVIRONMENT: Final = Kind(_read_environment, _write_names)
 

@@ -8,12 +8,12 @@ import importlib.metadata
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
-from stockade.sandbox import capabilities
 from stockade.supervisor.config import Config
 from stockade.supervisor.control import Control
 from stockade.supervisor.errors import SpawnerLostError
@@ -54,12 +54,15 @@ class Daemon:
         spawner_socket: Path,
         token: str,
         task_uids: range | None,
+        *,
+        unavailable: Mapping[str, str],
     ) -> None:
         self._config = config
         self._places = places
         self._spawner_socket = spawner_socket
         self._token = token
         self._task_uids = task_uids
+        self._unavailable = unavailable
         self._task_types: dict[str, TaskType] = {
             task_type.name: task_type
             for task_type in (
@@ -178,7 +181,7 @@ class Daemon:
             limits=config.limits,
             limits_max=config.limits_max,
             profile=config.profile.name.value,
-            supported=capabilities.PROFILES,
+            unavailable=self._unavailable,
             task_types=self._task_types,
         )
 

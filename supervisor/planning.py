@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.profiles import PROFILES
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.limits import effective
 from stockade.supervisor.task_types.base import Plan, TaskType
-
-# From the weakest on: a task may ask for a stronger one than the worker's, never for a weaker one.
-PROFILES: Final = ("process", "private", "sealed")
 
 
 class UnsupportedTaskTypeError(RejectedError):
@@ -46,7 +43,7 @@ class Planner:
 
     Args:
         profile: the worker's own profile.
-        supported: the profiles that can be enforced here.
+        unavailable: the profiles that this host cannot enforce and may not weaken, and why.
         task_types: by name.
     """
 
@@ -56,13 +53,13 @@ class Planner:
         limits: Limits,
         limits_max: Limits,
         profile: str,
-        supported: tuple[str, ...],
+        unavailable: Mapping[str, str],
         task_types: Mapping[str, TaskType],
     ) -> None:
         self._limits = limits
         self._limits_max = limits_max
         self._profile = profile
-        self._supported = supported
+        self._unavailable = unavailable
         self._task_types = task_types
 
     def plan(self, dispatch: Dispatch) -> Planned:
@@ -86,11 +83,12 @@ class Planner:
                 Rejection.INVALID,
                 f"unknown profile {wish[:64]!r}: there are {', '.join(PROFILES)}",
             )
+        # A task may ask for a stronger one than the worker's, never for a weaker one.
         asked = max(self._profile, wish or self._profile, key=PROFILES.index)
-        if asked not in self._supported:
-            # Never run with less than was asked for.
+        if asked in self._unavailable:
             raise RejectedError(
-                Rejection.INVALID, f"profile {asked} is not available in this version"
+                Rejection.INVALID,
+                f"profile {asked} is not available on this host: {self._unavailable[asked]}",
             )
         return asked
 

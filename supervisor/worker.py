@@ -19,6 +19,7 @@ import uvloop
 
 from stockade.platform import prctl
 from stockade.sandbox import capabilities
+from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
 from stockade.supervisor.config import Config, Loaded, OnUnsupported
@@ -31,6 +32,9 @@ from stockade.supervisor.logs import set_up_logs
 from stockade.supervisor.places import become, open_places, supervisor_user
 
 log = structlog.get_logger(__name__)
+
+# Tasks do not see it, whether this worker reads it or not.
+CONFIGURATION: Final = Path("/etc/stockade")
 
 # Imported by the standard library and aiohttp only when first needed; by then the installation may
 # be out of reach of the user that the supervisor has become.
@@ -56,7 +60,8 @@ def run_worker(loaded: Loaded) -> int:
     user = supervisor_user(config.worker.user)
     if user.missing:
         log.warning("the supervisor stays root: no such user", user=user.missing)
-    check_host(config)
+    view = view_of(loaded)
+    unavailable = check_host(config, view)
     places = open_places(config.worker, user)
     listeners = open_listeners(config.http.listen)
     token = "" if config.http.token_file is None else read_token(config.http.token_file)
@@ -71,7 +76,9 @@ def run_worker(loaded: Loaded) -> int:
             supervisor_gid=user.gid,
             uid_min=config.worker.uid_min,
             uid_max=config.worker.uid_max,
+            profile=config.profile.name,
             limits=config.limits,
+            view=view,
             pool_min=config.worker.pool_min,
             pool_max=config.worker.pool_max,
         )
@@ -85,19 +92,43 @@ def run_worker(loaded: Loaded) -> int:
     if user.changes:
         become(user)
     task_uids = range(config.worker.uid_min, config.worker.uid_max + 1) if as_root else None
-    daemon = Daemon(config, places, Path(spawner.socket_path), token, task_uids)
+    daemon = Daemon(
+        config, places, Path(spawner.socket_path), token, task_uids, unavailable=unavailable
+    )
     return uvloop.run(daemon.run(listeners, control))
 
 
-def check_host(config: Config) -> None:
+def view_of(loaded: Loaded) -> View:
+    """What tasks see of the host: what is configured, and nothing that is the worker's own."""
+    config = loaded.config
+    profile = config.profile
+    own_paths = (
+        CONFIGURATION, loaded.file, config.worker.state_dir, config.worker.runtime_dir,
+        config.http.token_file,
+    )  # fmt: skip
+    own = [str(path) for path in own_paths if path is not None]
+    return View(
+        read_only_paths=profile.read_only_paths,
+        read_write_paths=profile.read_write_paths,
+        inaccessible_paths=(*profile.inaccessible_paths, *own),
+        private_network=profile.private_network,
+    )
+
+
+def check_host(config: Config, view: View) -> dict[str, str]:
     """Say what this host cannot enforce; refuse to start with it unless degrading is allowed.
+
+    Returns:
+        The stronger profiles that tasks may ask for and that this host cannot enforce, and why;
+        none when degrading is allowed.
 
     Raises:
         ConfigError: something is missing and ``on_unsupported`` is ``refuse``.
     """
     host = capabilities.probe()
-    missing = capabilities.missing(config.profile.name.value, config.limits, host)
-    if missing and config.worker.on_unsupported is OnUnsupported.REFUSE:
+    missing = capabilities.missing(config.profile.name, config.limits, host, view)
+    refuse = config.worker.on_unsupported is OnUnsupported.REFUSE
+    if missing and refuse:
         lines = [f"  {entry.feature}: {entry.why}; {entry.mend}" for entry in missing]
         raise ConfigError(
             "cannot start: this host does not offer what the configuration asks for\n"
@@ -106,3 +137,12 @@ def check_host(config: Config) -> None:
         )
     for entry in missing:
         log.warning("not enforced", feature=entry.feature, why=entry.why, instead=entry.instead)
+    found = {
+        profile.value: capabilities.missing(profile, config.limits, host, view)
+        for profile in Profile
+    }
+    return {
+        profile: "; ".join(f"{entry.feature}: {entry.why}" for entry in lacking)
+        for profile, lacking in found.items()
+        if lacking and refuse
+    }

@@ -17,6 +17,7 @@ from worker_process import eventually, make_place, processes_that_name
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
 from stockade.supervisor.dispatch import Dispatch
@@ -93,7 +94,7 @@ class Life:
                 limits=Limits(timeout_stop=1.0),
                 limits_max=UNLIMITED,
                 profile="process",
-                supported=("process",),
+                unavailable={},
                 task_types={task_type.name: task_type for task_type in types},
             ),
             max_concurrency=max_concurrency,
@@ -129,6 +130,7 @@ class ExecutorLab:
             supervisor_uid=os.geteuid(),
             supervisor_gid=os.getegid(),
             uid_min=0x70030000,
+            profile=Profile.PROCESS,
             uid_max=0x70030FFF,
         )
         self.start_spawner()

@@ -16,6 +16,7 @@ from stockade.platform import memfd, proc, sockets
 from stockade.sandbox import protocol
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.profiles import WHOLE_VIEW, Profile, View
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.start import find_spawner, start_spawner
 
@@ -37,7 +38,12 @@ def eventually(look: Callable[[], Found], deadline_s: float = DEADLINE_S) -> Fou
 class SpawnerClient:
     """One worker's directories and the connection to its spawner."""
 
-    def __init__(self, lifetime: Lifetime = Lifetime.LASTING) -> None:
+    def __init__(
+        self,
+        lifetime: Lifetime = Lifetime.LASTING,
+        profile: Profile = Profile.PROCESS,
+        view: View = WHOLE_VIEW,
+    ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="stockade-test-"))
         self.home.chmod(0o711)
         self.settings = SpawnerSettings(
@@ -48,9 +54,11 @@ class SpawnerClient:
             supervisor_gid=os.getegid(),
             uid_min=1879048192,
             uid_max=1879048192 + 999,
+            profile=profile,
             pool_min=2,
             pool_max=2,
             lifetime=lifetime,
+            view=view,
         )
         self.outputs: dict[int, int] = {}
         self.pids: dict[int, int] = {}
@@ -109,6 +117,7 @@ class SpawnerClient:
         environment: tuple[str, ...] = ("PATH=/usr/bin:/bin",),
         files: dict[str, bytes] | None = None,
         stdio: tuple[int, ...] = (), directory: str | None = None,
+        profile: Profile | None = None,
     ) -> None:  # fmt: skip
         strings = [*argv, *environment]
         files = files or {}
@@ -122,7 +131,7 @@ class SpawnerClient:
                 files=tuple(files),
                 own_stdio=bool(stdio),
                 directory=directory,
-                profile="process",
+                profile=profile or self.settings.profile,
                 limits=limits or Limits(),
             ),
             (*fds, *stdio),

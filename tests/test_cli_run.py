@@ -116,7 +116,8 @@ def test_environment_is_clean_and_env_adds_to_it() -> None:
 
 
 def test_working_directory_is_fresh_and_gone_afterwards() -> None:
-    ended = stockade_run("--", "sh", "-c", "pwd; ls -A; mkdir -p a/b; chmod 0 a")
+    script = "pwd; ls -A; mkdir -p a/b; chmod 0 a"
+    ended = stockade_run("--profile", "process", "--", "sh", "-c", script)
     (directory,) = ended.stdout.decode().split()
     assert not Path(directory).exists()
     assert leftovers() == []
@@ -193,7 +194,16 @@ def test_signal_cancels_the_command_and_leaves_nothing(number: signal.Signals) -
 
 def test_killed_run_takes_its_command_with_it() -> None:
     process = subprocess.Popen(
-        [*STOCKADE, "run", "--", "sh", "-c", "echo begun; pwd; sleep 655.5"],
+        [
+            *STOCKADE,
+            "run",
+            "--profile",
+            "process",
+            "--",
+            "sh",
+            "-c",
+            "echo begun; pwd; sleep 655.5",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=ENVIRONMENT,

@@ -136,7 +136,7 @@ def test_message_that_the_hostile_ones_are_made_from_is_good(drive: Drive) -> No
         _fields(GOOD, version=2),
         _fields(GOOD, reserved=1),
         _fields(GOOD, umask=0o1000),
-        _fields(GOOD, flags=Flags.SAME_USER | 32),
+        _fields(GOOD, flags=Flags.SAME_USER | 64),
         _fields(GOOD, flags=0),
         _fields(GOOD, flags=Flags.SAME_USER | Flags.CHANGE_USER),
         _fields(GOOD, argc=0, envc=3),

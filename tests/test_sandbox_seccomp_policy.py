@@ -15,6 +15,7 @@ import pytest
 
 from stockade.platform import clone, seccomp, syscalls
 from stockade.sandbox import seccomp_policy
+from stockade.sandbox.profiles import Profile
 
 MACHINE = os.uname().machine
 pytestmark = pytest.mark.skipif(
@@ -26,9 +27,10 @@ MARK = errno.ENOTNAM
 UNDER_FILTER = """
 import os, sys
 from stockade.platform import prctl, seccomp
-from stockade.sandbox.seccomp_policy import sealed_filter
+from stockade.sandbox.profiles import Profile
+from stockade.sandbox.seccomp_policy import filter_of
 prctl.set_no_new_privs()
-seccomp.install(sealed_filter(os.uname().machine))
+seccomp.install(filter_of(Profile.SEALED, os.uname().machine))
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 
@@ -180,7 +182,7 @@ def test_x32_call_is_killed(tmp_path):
 
 @pytest.mark.parametrize("machine", sorted(syscalls.MACHINES))
 def test_filter_fits_the_launchers_message_and_is_short(machine):
-    program = seccomp_policy.sealed_filter(machine)
+    program = seccomp_policy.filter_of(Profile.SEALED, machine)
     assert len(program) % struct.calcsize("=HBBI") == 0
     assert len(program) // 8 < 300
 

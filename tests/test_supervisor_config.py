@@ -258,9 +258,16 @@ def test_a_file_that_is_missing_or_a_directory_is_refused(tmp_path):
     assert "Is a directory" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["private", "sealed"])
-def test_a_profile_of_a_later_version_is_refused_as_not_available(name):
-    assert "not available in this version" in refusal(overrides={"profile.name": name})
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("profile.read_write_paths", ["/"], "the whole system"),
+        ("profile.read_only_paths", ["data"], "not an absolute path"),
+        ("profile.private_network", "perhaps", "neither true nor false"),
+    ],
+)
+def test_what_tasks_see_is_checked(key, value, reason):
+    assert reason in refusal(overrides={key: value})
 
 
 def test_no_message_repeats_a_secret(write):
@@ -559,7 +566,8 @@ def test_the_reference_has_every_alias():
 
 def test_the_default_file_lists_every_key_commented_out_with_its_default(write):
     text = (ROOT / "deploy" / "stockade.toml").read_text()
-    assert load(ROOT / "deploy" / "stockade.toml", {}) == load(None, {})
+    loaded = load(ROOT / "deploy" / "stockade.toml", {})
+    assert (loaded.config, loaded.sources) == (load(None, {}).config, load(None, {}).sources)
     uncommented = re.sub(r"(?m)^#(\w+ = )", r"\1", text)
     document = tomllib.loads(uncommented)
     for section in SECTIONS:

@@ -13,6 +13,7 @@ from worker_process import eventually, make_place, processes_that_name
 from stockade.platform import pidfd
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Status
+from stockade.sandbox.profiles import Profile
 from stockade.sandbox.protocol import Ended, Started, Welcome
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
@@ -82,6 +83,7 @@ class Lab:
             supervisor_uid=os.geteuid(),
             supervisor_gid=os.getegid(),
             uid_min=0x70020000,
+            profile=Profile.PROCESS,
             uid_max=0x70020FFF,
         )
         self.socket_path = Path(start_spawner(self.settings).socket_path)

@@ -65,7 +65,7 @@ def planner(**changes: Any) -> Planner:
             "limits": Limits(),
             "limits_max": UNLIMITED,
             "profile": "process",
-            "supported": ("process",),
+            "unavailable": {},
             "task_types": {"shell": task},
             **changes,
         }
@@ -93,16 +93,15 @@ def test_unknown_type_and_bad_fields_have_their_own_codes() -> None:
 def test_profile_is_tightened_by_a_wish_and_never_loosened(
     own: str, wish: str | None, expected: str
 ) -> None:
-    supported = ("process", "private")
-    planned = planner(profile=own, supported=supported).plan(
-        Dispatch(instance_id="t", task_type="shell", profile=wish)
-    )
+    planned = planner(profile=own).plan(Dispatch(instance_id="t", task_type="shell", profile=wish))
     assert planned.profile == expected
 
 
 def test_profile_that_is_not_available_is_refused_and_never_weakened() -> None:
-    with pytest.raises(RejectedError, match="profile sealed is not available"):
-        planner().plan(Dispatch(instance_id="t", task_type="shell", profile="sealed"))
+    with pytest.raises(RejectedError, match="profile sealed is not available on this host: why"):
+        planner(unavailable={"sealed": "why"}).plan(
+            Dispatch(instance_id="t", task_type="shell", profile="sealed")
+        )
 
 
 def ask(

@@ -73,11 +73,13 @@ class WorkerProcess:
         scheduler: URL; None for none.
         worker: further lines for ``[worker]``.
         extra: further sections.
+        profile: many tests look at what tasks write into the host's directories, so not private.
     """
 
     def __init__(
-        self, scheduler: str | None = None, *, worker: str = "", extra: str = "", http: str = ""
-    ) -> None:
+        self, scheduler: str | None = None, *, worker: str = "", extra: str = "", http: str = "",
+        profile: str = "process",
+    ) -> None:  # fmt: skip
         self.place = make_place()
         self.id = f"test-{secrets.token_hex(6)}"
         self.uid_min = UID_BASE + secrets.randbelow(100) * UID_SPAN
@@ -97,6 +99,8 @@ class WorkerProcess:
             listen = "127.0.0.1:0"
             {scheduler_line}
             {http}
+            [profile]
+            name = "{profile}"
             {extra}
             """
         )

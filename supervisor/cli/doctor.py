@@ -11,6 +11,7 @@ import typer
 from stockade.sandbox import capabilities
 from stockade.sandbox.capabilities import HostCapabilities, Missing
 from stockade.sandbox.limits import MIB, Limits
+from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, needs
 
 # Every limit set, so that whatever the host cannot enforce shows.
 _ALL: Final = Limits(
@@ -30,9 +31,7 @@ def doctor(
 ) -> None:
     """List what this host can enforce, what is missing and how to mend it."""
     host = capabilities.probe()
-    missing = {
-        profile: capabilities.missing(profile, _ALL, host) for profile in capabilities.PROFILES
-    }
+    missing = {profile: capabilities.missing(profile, _ALL, host) for profile in Profile}
     if as_json:
         print(json.dumps(_as_json(host, missing)))
         return
@@ -45,7 +44,7 @@ def doctor(
     for profile, entries in missing.items():
         lacking = {entry.feature: entry for entry in entries}
         print(f"\nprofile {profile}:")
-        for feature in _features(lacking):
+        for feature in _features(profile):
             entry = lacking.get(feature)
             print(f"  {'no ' if entry else 'yes'}  {feature}")
             if entry is not None:
@@ -54,15 +53,15 @@ def doctor(
                 print(f"         to mend: {entry.mend}")
 
 
-def _features(lacking: dict[str, Missing]) -> list[str]:
+def _features(profile: Profile) -> list[str]:
     # One feature stands for both quotas of the work directory.
     limits = [
         field.name for field in dataclasses.fields(Limits) if field.name != "workdir_inodes_max"
     ]
-    return list(dict.fromkeys([*limits, "own_uid", "cgroup_kill", *lacking]))
+    return [*limits, *(feature for feature in Feature if feature in needs(profile, WHOLE_VIEW))]
 
 
-def _as_json(host: HostCapabilities, missing: dict[str, tuple[Missing, ...]]) -> dict[str, Any]:
+def _as_json(host: HostCapabilities, missing: dict[Profile, tuple[Missing, ...]]) -> dict[str, Any]:
     return {
         "host": {**dataclasses.asdict(host), "controllers": sorted(host.controllers)},
         "profiles": {

@@ -17,6 +17,7 @@ from stockade.sandbox import capabilities
 from stockade.sandbox.errors import UnsupportedError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.profiles import PROFILES, Profile, View
 from stockade.supervisor.cli.ended import CommandEnded
 from stockade.supervisor.cli.sandboxed import ended_by_signal, run_sandboxed
 from stockade.supervisor.limits import LIMIT_FIELDS, UNLIMITED, effective, parse_seconds
@@ -42,12 +43,18 @@ JSON_FIELDS: Final = (
 _OURS: Final = frozenset(ErrorCode) - {ErrorCode.NONE, ErrorCode.EXECUTE_FAILED}
 
 
+_Paths = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="As in [profile]; repeatable.", show_default=False),
+]
+
+
 def _run(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.")],
     *,
     profile: Annotated[
-        str, typer.Option(help=f"How strongly to confine: {', '.join(capabilities.PROFILES)}.")
-    ] = capabilities.PROFILES[0],
+        str, typer.Option(help=f"How strongly to confine: {', '.join(PROFILES)}.")
+    ] = Profile.PRIVATE.value,
     timeout: Annotated[
         str | None, typer.Option(help="Longest run, as 5s or 2min.", show_default=False)
     ] = None,
@@ -63,6 +70,12 @@ def _run(
             metavar="DIR", help="Working directory [default: a fresh one].", show_default=False
         ),
     ] = None,
+    read_only_paths: _Paths = None,
+    read_write_paths: _Paths = None,
+    inaccessible_paths: _Paths = None,
+    private_network: Annotated[
+        bool, typer.Option("--private-network", help="No network but loopback, in private too.")
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="Take defaults and maximum of limits from FILE.", show_default=False),
@@ -87,7 +100,14 @@ def _run(
         environment={**shell_environment(path=path, lang=lang), **_variables(env or [])},
         directory=None if chdir is None else os.path.abspath(chdir),
     )
-    missing = _missing(profile, in_force)
+    confined = _profile(profile)
+    view = View(
+        read_only_paths=_absolute(read_only_paths),
+        read_write_paths=_absolute(read_write_paths),
+        inaccessible_paths=_absolute(inaccessible_paths),
+        private_network=private_network,
+    )
+    missing = capabilities.missing(confined, in_force, capabilities.probe(), view)
     if missing and on_unsupported != "degrade":
         raise UnsupportedError(missing[0].feature, f"{missing[0].why}; {missing[0].mend}")
     for note in notes:
@@ -107,7 +127,7 @@ def _run(
     else:
         cut = in_force.output_max if limits["output_max"] is not None else None
         plan = ProcessPlan((program, *command[1:]), plan.environment, {}, plan.directory)
-        outcome = run_sandboxed(plan, in_force, profile, output_max=cut)
+        outcome = run_sandboxed(plan, in_force, confined, view, output_max=cut)
     _tell(outcome, as_json=as_json)
     raise CommandEnded(exit_status(outcome))
 
@@ -158,11 +178,22 @@ def _variables(assignments: list[str]) -> dict[str, str]:
     return variables
 
 
-def _missing(profile: str, limits: Limits) -> tuple[capabilities.Missing, ...]:
+def _profile(name: str) -> Profile:
     try:
-        return capabilities.missing(profile, limits, capabilities.probe())
-    except ValueError as error:
-        raise StockadeError(f"cannot use --profile: {error}") from error
+        return Profile(name)
+    except ValueError:
+        raise StockadeError(
+            f"cannot use --profile {name!r}: there are {', '.join(PROFILES)}"
+        ) from None
+
+
+def _absolute(paths: list[str] | None) -> tuple[str, ...]:
+    found = tuple(os.path.abspath(path) for path in paths or ())
+    for path in found:
+        if path == "/" or not os.path.exists(path):
+            reason = "name what is meant in it" if path == "/" else "there is no such path"
+            raise StockadeError(f"cannot use the path {path}: {reason}")
+    return found
 
 
 def _find_program(name: str, path: str) -> str | None:

@@ -25,6 +25,7 @@ from stockade.platform.pidfd import has_ended, open_pidfd, reap
 from stockade.sandbox.cleanup import remove_tree
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.protocol import (
     MAX_DESCRIPTORS,
     MAX_MESSAGE_BYTES,
@@ -66,7 +67,7 @@ def ended_by_signal(outcome: Outcome) -> int:
 
 
 def run_sandboxed(
-    plan: ProcessPlan, limits: Limits, profile: str, *, output_max: int | None
+    plan: ProcessPlan, limits: Limits, profile: Profile, view: View, *, output_max: int | None
 ) -> Outcome:
     """Run one command to its end; SIGINT, SIGTERM and SIGHUP cancel it.
 
@@ -74,6 +75,7 @@ def run_sandboxed(
         plan: the command.
         limits: what holds it.
         profile: how strongly it is confined.
+        view: what of the host it sees.
         output_max: bytes of output that are passed on; the rest is read and dropped. None for all.
 
     Raises:
@@ -89,6 +91,8 @@ def run_sandboxed(
             supervisor_gid=os.getegid(),
             uid_min=UID_MIN,
             uid_max=UID_MAX,
+            profile=profile,
+            view=view,
             lifetime=Lifetime.EPHEMERAL,
         )
         with _quiet_children():
