@@ -50,6 +50,15 @@ def objects_of(uid: int) -> list[IpcObject]:
     return [found for kind in Kind for found in _objects(kind, uid)]
 
 
+def owners() -> set[int]:
+    """The uids that own or made any System V object.
+
+    Raises:
+        SyscallError: /proc is not readable.
+    """
+    return {uid for kind in Kind for _, uids in _rows(kind) for uid in uids}
+
+
 def remove(found: IpcObject) -> bool:
     """Removes an object; shared memory goes when the last process detaches it.
 
@@ -94,6 +103,11 @@ def entries_of(directory_fd: int, uid: int) -> list[bytes]:
 
 
 def _objects(kind: Kind, uid: int) -> list[IpcObject]:
+    return [IpcObject(kind, number) for number, uids in _rows(kind) if uid in uids]
+
+
+def _rows(kind: Kind) -> list[tuple[int, tuple[int, int]]]:
+    """Of each object its number, and the uids of its owner and its maker."""
     file_name, number_column = kind.value
     path = f"/proc/sysvipc/{file_name}"
     try:
@@ -106,8 +120,4 @@ def _objects(kind: Kind, uid: int) -> list[IpcObject]:
     header = lines[0].split()
     number, owner, maker = map(header.index, (number_column, "uid", "cuid"))
     rows = (line.split() for line in lines[1:])
-    return [
-        IpcObject(kind, int(row[number]))
-        for row in rows
-        if uid in (int(row[owner]), int(row[maker]))
-    ]
+    return [(int(row[number]), (int(row[owner]), int(row[maker]))) for row in rows]

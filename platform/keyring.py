@@ -13,7 +13,7 @@ import errno
 import os
 from typing import Final
 
-from stockade.platform._libc import system_call
+from stockade.platform._libc import system_call, translated
 from stockade.platform.errors import SyscallError
 
 SYS_KEYCTL: Final = {"x86_64": 250}.get(os.uname().machine, 219)
@@ -49,6 +49,26 @@ def join_new_session() -> None:
     except SyscallError as error:
         if error.errno != errno.ENOSYS:
             raise
+
+
+def owners() -> set[int]:
+    """The uids that have any key or keyring; none on a kernel without keys.
+
+    Raises:
+        SyscallError: /proc is not readable.
+
+    Source: proc_key-users(5).
+    """
+    try:
+        with (
+            translated("read", "/proc/key-users"),
+            open("/proc/key-users", encoding="ascii") as file,
+        ):
+            return {int(line.partition(":")[0]) for line in file}
+    except SyscallError as error:
+        if error.errno == errno.ENOENT:
+            return set()
+        raise
 
 
 def clear_user_keyrings() -> bool:

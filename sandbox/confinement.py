@@ -71,7 +71,7 @@ def confine(
         return Confinement(
             namespaces=0,
             system=(),
-            slot=(slot_steps.Keyring(),),
+            slot=(slot_steps.Keyring(),) if Feature.OWN_UID in features else (),
             grants=None,
             cgroup_namespace=False,
         )
@@ -80,7 +80,7 @@ def confine(
     return Confinement(
         namespaces=clone.CLONE_NEWPID | clone.CLONE_NEWIPC | clone.CLONE_NEWUTS | network,
         system=_system_steps(shown, view, as_root=Feature.OWN_UID in features),
-        slot=_slot_steps(shown, limits, has_network=bool(network)),
+        slot=_slot_steps(shown, limits, features),
         grants=_grants(shown) if Feature.LANDLOCK in features else None,
         cgroup_namespace=Feature.CGROUP_NAMESPACE in features,
     )
@@ -132,7 +132,9 @@ def _system_steps(shown: dict[str, bool], view: View, *, as_root: bool) -> tuple
     return tuple(steps)
 
 
-def _slot_steps(shown: dict[str, bool], limits: Limits, *, has_network: bool) -> tuple[Step, ...]:
+def _slot_steps(
+    shown: dict[str, bool], limits: Limits, features: frozenset[Feature]
+) -> tuple[Step, ...]:
     size = temporary_bytes(limits)
     steps: list[Step] = [
         slot_steps.ProcessTable(),
@@ -146,9 +148,12 @@ def _slot_steps(shown: dict[str, bool], limits: Limits, *, has_network: bool) ->
         for path in shown
         if _is_in_any(path, _TEMPORARY)
     ]
-    if has_network:
+    if Feature.PRIVATE_NETWORK in features:
         steps.append(slot_steps.Loopback())
-    return (*steps, slot_steps.Keyring())
+    if Feature.OWN_UID in features:
+        # Without, all tasks share a uid, its keys with it, and the few keyrings that it may have.
+        steps.append(slot_steps.Keyring())
+    return tuple(steps)
 
 
 def _grants(shown: dict[str, bool]) -> Grants:

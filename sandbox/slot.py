@@ -118,7 +118,7 @@ class SlotMaker:
                 if self._uids is not None:
                     step = "give the task a uid"
                     uid, lock = self._uids.take()
-                    undo.callback(self._uids.give_back, uid, lock)
+                    undo.callback(self._uids.give_back_unused, uid, lock)
                 step = "open the work directory"
                 path = self._places.work_directory(name)
                 if wants_quota(limits):

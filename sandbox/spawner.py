@@ -35,6 +35,7 @@ from stockade.sandbox.slot import Slot, SlotMaker
 from stockade.sandbox.starting import Starter, read_request
 from stockade.sandbox.task import Phase, Task
 from stockade.sandbox.tree import Tree
+from stockade.sandbox.uid_sweep import UidSweeper
 from stockade.sandbox.uids import UidPool
 from stockade.sandbox.watchdog import Pace
 
@@ -77,8 +78,10 @@ class Spawner:
         self.controllers = self.tree.controllers if self.tree is not None else frozenset[str]()
         self.host = dataclasses.replace(host, controllers=self.controllers)
         self.uids: UidPool | None = None
+        self._sweeper: UidSweeper | None = None
         if host.root:
             self.uids = UidPool(settings.uid_min, settings.uid_max)
+            self._sweeper = UidSweeper(self.loop, self.uids)
         confiner = Confiner(settings.view, self.host)
         self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
         self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
@@ -391,6 +394,8 @@ class Spawner:
             self._idle = self.loop.call_later(0.02, self._stop)
             return
         self._stopping = True
+        if self._sweeper is not None:
+            self._sweeper.sweep()
         self._standby.dismiss(self._remove_traces)
 
     def _remove_traces(self) -> None:

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 
-from stockade.platform import clone, mounts, namespaces, prctl
+from stockade.platform import clone, keyring, mounts, namespaces, prctl
 from stockade.platform.errors import StockadeError
 from stockade.sandbox import recovery, standby
 from stockade.sandbox.log import set_up as set_up_log
@@ -73,6 +73,8 @@ def main() -> int:
     prctl.set_name("stockade-spawner")
     generation = arguments.generation or max(generations(settings.runtime_dir), default=0) + 1
     try:
+        # What the session of whoever started the worker holds is not for its tasks.
+        keyring.join_new_session()
         if succession is recovery.Succession.FIRST:
             _leave_host_mounts()
         places = Places.open(settings)

@@ -6,6 +6,7 @@ import collections
 import logging
 import os
 import pwd
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,10 @@ class UidPool:
                 "choose a uid_min and uid_max that no account uses",
             )
         self.launcher_uid = first
+        self.size = last - first + 1 - RESERVED
+        # Back from a task, still locked, and not to be taken before they were swept.
+        self.used: dict[int, int | None] = {}
+        self.on_used: Callable[[], None] = lambda: None
         self._free = collections.deque(range(first + RESERVED, last + 1))
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -54,6 +59,8 @@ class UidPool:
         Raises:
             SandboxSetupError: every uid of the range is in use.
         """
+        if not self._free and self.used:
+            self.on_used()
         for _ in range(len(self._free)):
             uid = self._free.popleft()
             lock_fd = self._lock(uid)
@@ -80,8 +87,23 @@ class UidPool:
             log.warning("uid %d of an adopted task is not in the range", uid)
 
     def give_back(self, uid: int, lock_fd: int | None) -> None:
-        """The slot's clean-up was seen to be complete: the uid may serve again."""
-        if lock_fd is not None:
-            locks.unlock_byte(lock_fd, uid)
-            os.close(lock_fd)
+        """The slot's clean-up was seen to be complete: the uid may serve again, once swept."""
+        self.used[uid] = lock_fd
+        self.on_used()
+
+    def give_back_unused(self, uid: int, lock_fd: int) -> None:
+        """No task ever had it."""
+        locks.unlock_byte(lock_fd, uid)
+        os.close(lock_fd)
         self._free.append(uid)
+
+    def free_used(self, spoiled: Container[int]) -> None:
+        """The used ones serve again, but those that are ``spoiled``, which stay locked."""
+        for uid, lock_fd in self.used.items():
+            if uid in spoiled:
+                continue
+            if lock_fd is not None:
+                locks.unlock_byte(lock_fd, uid)
+                os.close(lock_fd)
+            self._free.append(uid)
+        self.used.clear()

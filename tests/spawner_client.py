@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stockade.platform import memfd, proc, sockets
+from stockade.platform.errors import StockadeError
 from stockade.sandbox import protocol
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
@@ -63,7 +64,11 @@ class SpawnerClient:
         self.outputs: dict[int, int] = {}
         self.pids: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
-        self.connect()
+        try:
+            self.connect()
+        except StockadeError:
+            shutil.rmtree(self.home)
+            raise
 
     def connect(self) -> protocol.Welcome:
         """Finds or starts the spawner and says Hello."""
@@ -156,6 +161,10 @@ class SpawnerClient:
         output = self.output(seq)
         self.send(protocol.Acknowledge(seq))
         return outcome, output
+
+    def send_cancel(self, seq: int) -> None:
+        """Asks for a task's end."""
+        self.send(protocol.Cancel(seq))
 
     def output(self, seq: int) -> bytes:
         """What is in the output pipe now."""

@@ -1,0 +1,140 @@
+"""What a task leaves of its uid outside its slot, removed before another task gets the uid.
+
+System V IPC, POSIX shared memory and message queues, files in the host's temporary directories, and
+keys all belong to a uid and outlive its processes. Tasks with namespaces of their own leave keys
+only; those of ``process`` can leave any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Container, Iterator
+from typing import Final, NoReturn
+
+from stockade.platform import clone, files, ipc, keyring
+from stockade.platform.errors import StockadeError
+from stockade.sandbox.cleanup import remove_tree
+from stockade.sandbox.loop import Loop, Timer
+from stockade.sandbox.uids import UidPool
+
+log = logging.getLogger(__name__)
+
+# World-writable directories of the host that tasks of profile process see.
+DIRECTORIES: Final = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp")
+# A sweep costs a fork and a look at all these places: it is done for many uids at once.
+_BATCH: Final = 32
+_WAIT_S: Final = 1.0
+
+
+class UidSweeper:
+    """Sweeps the uids that the pool got back, many at once, in a child, and frees them then."""
+
+    def __init__(self, loop: Loop, uids: UidPool) -> None:
+        self._loop = loop
+        self._uids = uids
+        self._timer: Timer | None = None
+        uids.on_used = self._uid_was_used
+
+    def _uid_was_used(self) -> None:
+        if len(self._uids.used) >= min(_BATCH, self._uids.size // 4):
+            self.sweep()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_WAIT_S, self.sweep)
+
+    def sweep(self) -> None:
+        """Sweeps all that were used, and waits for it: some milliseconds, for many tasks."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._uids.used:
+            found = sweep_in_child(self._uids.used.keys())
+            for uid, why in found.items():
+                log.error("uid %d is not used again: %s", uid, why)
+            self._uids.free_used(found)
+
+
+def sweep_in_child(uids: Collection[int]) -> dict[int, str]:
+    """Removes what these uids left on the host; as root.
+
+    Returns:
+        Of the uids of which something is left: why.
+    """
+    report, theirs = os.pipe2(os.O_CLOEXEC)
+    pid, pidfd = clone.clone3(0)
+    if pid == 0:
+        _sweep_and_exit(uids, theirs)
+    os.close(theirs)
+    try:
+        with open(report, "rb") as answers:
+            said = answers.read()
+    finally:
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+    if not said:
+        return dict.fromkeys(uids, "the sweep of what its task left failed")
+    return {int(uid): why for uid, why in json.loads(said).items()}
+
+
+def _sweep_and_exit(uids: Collection[int], report: int) -> NoReturn:
+    try:
+        # As root: a task may have used up its uid's quota of keys.
+        keyring.join_new_session()
+        files.write_all(report, json.dumps(sweep(uids)).encode())
+    finally:
+        os._exit(0)
+
+
+def sweep(uids: Container[int]) -> dict[int, str]:
+    """As sweep_in_child. The caller is root, with a session keyring of its own."""
+    owners = {uid for uid in _owners() if uid in uids}
+    left: dict[int, str] = {}
+    for uid in owners:
+        with _as_user(uid):
+            try:
+                _remove_all_of(uid)
+            except (StockadeError, OSError) as error:
+                left[uid] = str(error)
+            else:
+                if not keyring.clear_user_keyrings():
+                    left[uid] = "a task made its keyrings unreadable: what is in them would stay"
+    return left
+
+
+def _owners() -> Iterator[int]:
+    """The uids that own anything in the places that tasks can leave something."""
+    yield from ipc.owners()
+    yield from keyring.owners()
+    for directory in DIRECTORIES:
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.stat(follow_symlinks=False).st_uid
+
+
+def _remove_all_of(uid: int) -> None:
+    for found in ipc.objects_of(uid):
+        ipc.remove(found)
+    for directory in DIRECTORIES:
+        if not os.path.isdir(directory):
+            continue
+        fd = files.open_directory(directory)
+        try:
+            for name in ipc.entries_of(fd, uid):
+                remove_tree(fd, name)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _as_user(uid: int) -> Iterator[None]:
+    """Real and effective uid; root is kept as the saved one, to come back. None of it lives."""
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
