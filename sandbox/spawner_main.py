@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -16,7 +17,7 @@ import resource
 import signal
 
 from stockade.platform import clone, keyring, mounts, namespaces, prctl
-from stockade.platform.errors import StockadeError
+from stockade.platform.errors import StockadeError, SyscallError
 from stockade.sandbox import recovery, standby
 from stockade.sandbox.log import set_up as set_up_log
 from stockade.sandbox.places import Places, generations
@@ -38,10 +39,15 @@ def _leave_host_mounts() -> None:
     A standby has this namespace from its parent. Where root may not make one, no profile that
     mounts anything is available, which the probe says.
     """
-    if os.geteuid() == 0:
-        with contextlib.suppress(PermissionError):
-            namespaces.unshare(clone.CLONE_NEWNS)
-            mounts.set_attributes("/", flags=mounts.AT_RECURSIVE, propagation=mounts.MS_SLAVE)
+    if os.geteuid() != 0:
+        return
+    try:
+        namespaces.unshare(clone.CLONE_NEWNS)
+    except SyscallError as error:
+        if error.errno != errno.EPERM:
+            raise
+    else:
+        mounts.set_attributes("/", flags=mounts.AT_RECURSIVE, propagation=mounts.MS_SLAVE)
 
 
 def _tell_starter(fd: int | None, answer: dict[str, object]) -> None:

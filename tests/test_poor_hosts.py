@@ -52,17 +52,19 @@ def open_the_way(path: str) -> list[str]:
 class PoorHost:
     """A way to run commands on a host that lacks something."""
 
-    def __init__(self, *, preparation: list[str], user: int | None) -> None:
+    def __init__(self, *, preparation: list[str], user: int | None, profile: str) -> None:
         self.place = make_place()
         self.place.chmod(0o777)
         self._lines = ["set -e", *preparation]
         self.user = user
+        self.profile = profile
+        self.drop = ""
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         become = (
             f"setpriv --reuid {self.user} --regid {self.user} --clear-groups --inh-caps=-all "
             if self.user is not None
-            else ""
+            else self.drop
         )
         environment = f"env -i PATH=/usr/bin:/bin HOME={self.place} TMPDIR={self.place}"
         script = "\n".join(
@@ -76,7 +78,7 @@ class PoorHost:
 
     def stockade(self, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
         """``stockade run --json``, and the outcome."""
-        done = self.run(f"{STOCKADE} run --json {shlex.join(arguments)}")
+        done = self.run(f"{STOCKADE} run --json --profile {self.profile} {shlex.join(arguments)}")
         lines = done.stderr.splitlines()
         assert lines, done
         outcome = json.loads(lines[-1])
@@ -92,17 +94,28 @@ def read_only_cgroups() -> list[str]:
     return [f"mount --bind {path} {path}", f"mount -o remount,bind,ro {path}"]
 
 
-@pytest.fixture(params=["user", "user without cgroups", "root with read-only cgroups"])
+@pytest.fixture(
+    params=[
+        "user",
+        "user without cgroups",
+        "user without cgroups in profile process",
+        "root with read-only cgroups",
+        "root without mounts",
+    ]
+)
 def host(request: pytest.FixtureRequest) -> Iterator[PoorHost]:
     preparation = []
     user = None
-    if "read-only" in request.param or "without" in request.param:
+    if "read-only" in request.param or "without cgroups" in request.param:
         preparation += read_only_cgroups()
     if "user" in request.param:
         user = USER
         preparation += open_the_way(sys.base_prefix)
         preparation += open_the_way(str(Path(__file__).parents[1]))
-    poor = PoorHost(preparation=preparation, user=user)
+    profile = "process" if "process" in request.param else "private"
+    poor = PoorHost(preparation=preparation, user=user, profile=profile)
+    if "without mounts" in request.param:
+        poor.drop = "setpriv --bounding-set -sys_admin --inh-caps -sys_admin "
     yield poor
     assert not processes_that_name(str(poor.place))
     left = [path for path in poor.place.rglob("*") if "stockade" in path.name]
@@ -117,6 +130,27 @@ def test_command_runs_and_says_what_is_not_enforced(host: PoorHost) -> None:
     assert "memory_max" in outcome["degraded"]
     assert ("own_uid" in outcome["degraded"]) == (host.user is not None)
     assert "not fully enforced on this host" in done.stderr
+
+
+def test_namespaces_are_used_where_the_host_has_them_and_missed_aloud_elsewhere(
+    host: PoorHost,
+) -> None:
+    done, outcome = host.stockade("--", "bash", "-c", "ls -d /proc/[0-9]* | wc -l; ls -A /root")
+    has_namespaces = host.profile == "private" and not host.drop
+    # Its own three processes, or all of the host's.
+    assert (int(done.stdout.split()[0]) <= 3) == has_namespaces
+    assert ("namespaces" in outcome["degraded"]) == bool(host.drop)
+    assert ("namespaces" in done.stderr) == bool(host.drop)
+
+
+def test_profile_that_cannot_be_held_is_refused_when_asked_to(host: PoorHost) -> None:
+    done = host.run(
+        f"{STOCKADE} run --profile sealed --on-unsupported refuse --memory-max infinity "
+        "--memory-swap-max infinity --tasks-max infinity -- true"
+    )
+    assert done.returncode == 125
+    lacking = "namespaces" if host.drop else "own_uid" if host.user is not None else "cgroup_kill"
+    assert f"cannot enforce {lacking}" in done.stderr
 
 
 def test_timeout_ends_escaped_children_too(host: PoorHost) -> None:

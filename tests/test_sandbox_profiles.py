@@ -185,8 +185,8 @@ def test_work_directory_has_its_quota_and_is_gone_afterwards(make: Make, profile
     tasks = make(profile)
     limits = Limits(workdir_max=4 * MIB, workdir_inodes_max=10)
     printed = tasks.run(
-        "exec 2>&-; head -c 8M /dev/zero > big; stat -c %s big; rm big; for i in $(seq 20); do : > f$i || "
-        "break; done; ls | wc -l",
+        "exec 2>&-; head -c 8M /dev/zero > big; stat -c %s big; rm big; "
+        "for i in $(seq 20); do : > f$i || break; done; ls | wc -l",
         limits,
     )
     assert printed.split() == [str(4 * MIB), "10"]
