@@ -2,7 +2,10 @@
 
 cgroupspy is made for v1: what is taken from it is the mapping of attributes to files. Its buffered
 reads and writes are replaced here (an error that a file of the kernel reports when a buffer is
-flushed at close is lost); cgroup_files adds the kinds of file that are v2's own.
+flushed at close is lost); cgroup_files adds the kinds of file that are v2's own. Its tree classes
+are not used: they read the whole hierarchy when they are made, which takes longer the more tasks
+run, know groups that are gone and not those that came, and choose a node's files by the v1
+controller that its directory is named after.
 
 Reading an attribute whose file is absent (no such controller, older kernel) gives None; writing it
 raises SyscallError. A limit that is ``max`` reads as "max", and is set by None or "max".
@@ -26,10 +29,12 @@ from stockade.platform.cgroup_files import (
     BandwidthFile,
     CountFile,
     DeviceTableFile,
+    IoMaxFile,
     LimitFile,
     NamesFile,
     OnOffFile,
     PidsFile,
+    PressureFile,
     TableFile,
     WeightFile,
 )
@@ -49,11 +54,13 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
     controllers = NamesFile("cgroup.controllers")
     subtree_control = NamesFile("cgroup.subtree_control")
     events = TableFile("cgroup.events")
+    stat = TableFile("cgroup.stat")
     max_descendants = LimitFile("cgroup.max.descendants")
 
     cpu_stat = TableFile("cpu.stat")
     cpu_max = BandwidthFile("cpu.max")
     cpu_weight = CountFile("cpu.weight")
+    cpu_pressure = PressureFile("cpu.pressure")
 
     memory_max = LimitFile("memory.max")
     memory_high = LimitFile("memory.high")
@@ -62,14 +69,19 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
     memory_current = CountFile("memory.current", readonly=True)
     memory_peak = CountFile("memory.peak", readonly=True)
     memory_events = TableFile("memory.events")
+    memory_events_local = TableFile("memory.events.local")
+    memory_pressure = PressureFile("memory.pressure")
 
     pids_max = LimitFile("pids.max")
     pids_current = CountFile("pids.current", readonly=True)
     pids_peak = CountFile("pids.peak", readonly=True)
     pids_events = TableFile("pids.events")
+    pids_events_local = TableFile("pids.events.local")
 
     io_weight = WeightFile("io.weight")
+    io_max = IoMaxFile("io.max")
     io_stat = DeviceTableFile("io.stat")
+    io_pressure = PressureFile("io.pressure")
 
     def __init__(self, path: str | bytes | os.PathLike[str]) -> None:
         self.path: Final[bytes] = os.fsencode(path)
@@ -118,6 +130,11 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
     def exists(self) -> bool:
         """Whether the directory is there."""
         return os.path.isdir(self.path)
+
+    @property
+    def has_kill(self) -> bool:
+        """Whether ``kill`` works: Linux 5.14, or a backport; never in the root group."""
+        return os.path.exists(self.filepath(b"cgroup.kill"))
 
     def child(self, name: str | bytes) -> Group:
         """The group of that name in this one, made or not."""

@@ -17,6 +17,8 @@ from cgroupspy.interfaces import (
     MultiLineIntegerFile,
 )
 
+from stockade.platform.pressure import Pressure, parse_pressure
+
 MAX: Final = "max"
 
 Value = TypeVar("Value")
@@ -125,6 +127,47 @@ class DeviceTableFile(TypedFile[dict[str, dict[str, int]]]):
             else:
                 device = word
         return table
+
+
+class IoMax(NamedTuple):
+    """Bytes per second that one device may read and write for the group; None means no limit."""
+
+    device: str
+    read_bytes_s: int | None
+    write_bytes_s: int | None
+
+
+class IoMaxFile(TypedFile[dict[str, IoMax]]):
+    """``MAJOR:MINOR rbps=N|max wbps=N|max ...`` a line; devices without any limit are not told.
+
+    A write sets the devices that it names and leaves the others as they are.
+    """
+
+    def __set__(self, group: Files, value: dict[str, IoMax]) -> None:
+        for limits in value.values():
+            read, write = (
+                MAX if limit is None else int(limit)
+                for limit in (limits.read_bytes_s, limits.write_bytes_s)
+            )
+            group.set_property(self.filename, f"{limits.device} rbps={read} wbps={write}")
+
+    def sanitize_get(self, value: str) -> dict[str, IoMax]:
+        found = {}
+        for line in value.splitlines():
+            device, *words = line.split()
+            table = dict(word.split("=", 1) for word in words)
+            limits = (None if table[key] == MAX else int(table[key]) for key in ("rbps", "wbps"))
+            found[device] = IoMax(device, *limits)
+        return found
+
+
+class PressureFile(TypedFile[Pressure]):
+    """Stall times, as /proc/pressure has them for the whole host."""
+
+    readonly = True
+
+    def sanitize_get(self, value: str) -> Pressure:
+        return parse_pressure(value)
 
 
 class NamesFile(TypedFile[frozenset[str]], ListFile):  # type: ignore[misc]

@@ -231,3 +231,24 @@ def _read_or_raise(path: str) -> bytes:
         return b""
     finally:
         os.close(fd)
+
+
+def oom_score_adj() -> int:
+    """Our own oom_score_adj: -1000 (never killed by the kernel for memory) to 1000 (first)."""
+    with translated("read", "/proc/self/oom_score_adj"):
+        return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def set_oom_score_adj(score: int) -> None:
+    """Sets our own; children inherit it.
+
+    Raises:
+        SyscallError: EACCES; it would be lower than what a privileged process last gave us, and
+            we lack CAP_SYS_RESOURCE.
+    """
+    with translated("write", "/proc/self/oom_score_adj", str(score)):
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, str(score).encode())
+        finally:
+            os.close(fd)
