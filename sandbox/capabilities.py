@@ -8,9 +8,11 @@ import platform
 from collections.abc import Mapping
 from typing import Final
 
-from stockade.platform.cgroup import Group
-from stockade.sandbox import confinement_probe, tree
-from stockade.sandbox.limits import Limits
+from stockade.platform import devices
+from stockade.platform.errors import SyscallError
+from stockade.sandbox import confinement_probe
+from stockade.sandbox.delegation import CONTROLLERS, Delegation, find_delegation
+from stockade.sandbox.limits import Ceilings, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, View, needs
 from stockade.sandbox.work_directory import fits_in_memory, wants_quota
 
@@ -23,19 +25,27 @@ class HostCapabilities:
         root: this process has uid 0 and so can give each slot a uid of its own.
         kernel: the release, for people.
         cgroup_parent: the group that the worker's tree goes in; None without one.
-        cgroup_reason: why there is none.
+        cgroup_scope: the tree is a scope that systemd makes.
+        cgroup_reason: why there is no parent.
+        cgroup_mend: what to do about that.
         controllers: which of cpu, io, memory, pids the tree can use.
+        lacks: for each of those, or limit, that it cannot: why, and what mends it.
         cgroup_kill: the kernel has cgroup.kill (5.14).
         obstacles: why a feature of a profile cannot be used, by feature; one that can is not in it.
+        disk: MAJOR:MINOR of the work directories' disk; None when it cannot be told.
     """
 
     root: bool
     kernel: str
     cgroup_parent: str | None
+    cgroup_scope: bool
     cgroup_reason: str
+    cgroup_mend: str
     controllers: frozenset[str]
+    lacks: Mapping[str, tuple[str, str]]
     cgroup_kill: bool
     obstacles: Mapping[Feature, str]
+    disk: str | None
 
     @property
     def available(self) -> frozenset[Feature]:
@@ -70,34 +80,44 @@ class Missing:
     mend: str
 
 
-def probe() -> HostCapabilities:
-    """Tries what the host offers. Makes a cgroup and removes it; leaves nothing."""
-    parent, reason = tree.find_parent()
-    controllers: frozenset[str] = frozenset()
-    cgroup_kill = False
-    if parent is not None:
-        group = Group(parent / f"stockade-probe-{os.getpid()}")
-        group.create()
-        try:
-            controllers = frozenset(tree.CONTROLLERS) & (group.controllers or frozenset())
-            cgroup_kill = os.path.exists(os.path.join(os.fsdecode(group.path), "cgroup.kill"))
-        finally:
-            group.remove()
+def probe(directory: str = "/", delegation: Delegation | None = None) -> HostCapabilities:
+    """Tries what the host offers; leaves nothing.
+
+    Args:
+        directory: holds, or is above, the work directories; absent ones are looked for above.
+        delegation: where the tree would stand, when that is known already.
+    """
+    delegation = delegation or find_delegation()
+    controllers, lacks = delegation.controllers, delegation.lacks()
+    if delegation.parent is not None and not delegation.has_kill:
+        # Without it the tree is not used at all.
+        controllers = frozenset()
+        lacks = dict.fromkeys(CONTROLLERS, (_NO_KILL, _KILL))
     return HostCapabilities(
         root=os.geteuid() == 0,
         kernel=platform.release(),
-        cgroup_parent=None if parent is None else str(parent),
-        cgroup_reason=reason,
+        cgroup_parent=None if delegation.parent is None else str(delegation.parent),
+        cgroup_scope=delegation.manager is not None,
+        cgroup_reason=delegation.reason,
+        cgroup_mend=delegation.mend,
         controllers=controllers,
-        cgroup_kill=cgroup_kill,
+        lacks=lacks,
+        cgroup_kill=delegation.has_kill,
         obstacles=confinement_probe.obstacles(),
+        disk=_disk_of(directory),
     )
 
 
-_DELEGATE: Final = (
-    "boot with cgroup v2 (systemd.unified_cgroup_hierarchy=1) and start the worker as root, "
-    "or in a unit or scope with Delegate=yes"
-)
+def _disk_of(directory: str) -> str | None:
+    while True:
+        try:
+            return devices.disk_of(directory)
+        except SyscallError:
+            above = os.path.dirname(directory)
+            if above == directory:
+                raise
+            directory = above
+
 
 # Which controller holds a limit, and what is done without it.
 _BY_CONTROLLER: Final[dict[str, tuple[str, str]]] = {
@@ -108,7 +128,14 @@ _BY_CONTROLLER: Final[dict[str, tuple[str, str]]] = {
     "cpu_weight": ("cpu", "nothing"),
     "tasks_max": ("pids", "RLIMIT_NPROC of the task's uid"),
     "io_weight": ("io", "nothing"),
+    "io_read_bandwidth_max": ("io", "nothing"),
+    "io_write_bandwidth_max": ("io", "nothing"),
 }
+_NO_KILL: Final = "the kernel has no cgroup.kill (5.14)"
+_KILL: Final = "use Linux 5.14 or newer"
+_DISK: Final = (
+    "the work directories' disk cannot be told (a file system without a block device of its own)"
+)
 
 
 # Of what a profile needs: what is done without it, and what mends that, as root and as a user.
@@ -128,7 +155,7 @@ _BY_FEATURE: Final[dict[Feature, tuple[str, str, str]]] = {
         _AS_ROOT, _AS_ROOT,
     ),
     Feature.CGROUP_KILL: (
-        "leftovers are found by process group, session, uid and parentage", _DELEGATE, _DELEGATE,
+        "leftovers are found by process group, session, uid and parentage", _KILL, _KILL,
     ),
     Feature.NAMESPACES: (
         "tasks see the host's files, processes and IPC, as in profile process",
@@ -158,19 +185,17 @@ def missing(
     A limit that is not set is not missed.
     """
     found = [
-        Missing(
-            feature=name,
-            why=host.cgroup_reason or f"the cgroup v2 controller {controller} is not available",
-            instead=instead,
-            mend=_DELEGATE,
-        )
+        Missing(name, why, instead, mend)
         for name, (controller, instead) in _BY_CONTROLLER.items()
-        if getattr(limits, name) is not None and controller not in host.controllers
+        if getattr(limits, name) is not None
+        for why, mend in _lacks(host, name, controller)
     ]
     lacking = needs(profile, view) - host.available
     for feature, (instead, mend_as_root, mend_as_user) in _BY_FEATURE.items():
         if feature in lacking:
             mend = mend_as_root if host.root else mend_as_user
+            if feature is Feature.CGROUP_KILL and host.cgroup_mend:
+                mend = host.cgroup_mend
             found.append(Missing(feature.value, _why(feature, host), instead, mend))
     if wants_quota(limits):
         found.extend(_missing_quota(limits, host))
@@ -181,7 +206,7 @@ def _why(feature: Feature, host: HostCapabilities) -> str:
     if feature is Feature.OWN_UID:
         return "the worker does not run as root"
     if feature is Feature.CGROUP_KILL:
-        return host.cgroup_reason or "the kernel has no cgroup.kill (5.14)"
+        return host.cgroup_reason or _NO_KILL
     return host.obstacles[feature]
 
 
@@ -195,6 +220,31 @@ def _missing_quota(limits: Limits, host: HostCapabilities) -> list[Missing]:
     else:
         return []
     return [Missing("workdir_max", why, "limit_fsize bounds single files", mend)]
+
+
+def missing_ceilings(ceilings: Ceilings, host: HostCapabilities) -> tuple[Missing, ...]:
+    """What of the worker's ceilings this host cannot enforce. One that is not set is not missed."""
+    return tuple(
+        Missing(f"worker.{name}", why, "nothing", mend)
+        for name, controller in (
+            ("memory_max", "memory"),
+            ("cpu_quota", "cpu"),
+            ("tasks_max", "pids"),
+        )
+        if getattr(ceilings, name) is not None
+        for why, mend in _lacks(host, f"worker.{name}", controller)
+    )
+
+
+def _lacks(host: HostCapabilities, name: str, controller: str) -> list[tuple[str, str]]:
+    """Why the host cannot hold the limit, and what mends it; empty when it can."""
+    if name in host.lacks:
+        return [host.lacks[name]]
+    if controller not in host.controllers:
+        return [host.lacks[controller]]
+    if name.startswith("io_") and name.endswith("_bandwidth_max") and host.disk is None:
+        return [(_DISK, "put state_dir on a file system with a disk of its own, such as ext4")]
+    return []
 
 
 def features(

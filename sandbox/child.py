@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from stockade.platform import clone, landlock, namespaces, userns
+from stockade.platform import clone, landlock, namespaces, proc, userns
 from stockade.platform.errors import StockadeError
 from stockade.sandbox import landlock_policy, steps
 from stockade.sandbox.confinement import Confinement
@@ -37,6 +37,7 @@ class Ground:
         work_path: of the work directory as the spawner sees it.
         uid: of the spawner, before the child had a user namespace.
         gid: the same.
+        oom_score_adj: of the launcher and the task.
     """
 
     confinement: Confinement
@@ -45,6 +46,7 @@ class Ground:
     work_path: str
     uid: int
     gid: int
+    oom_score_adj: int
 
     @property
     def clone_flags(self) -> int:
@@ -90,11 +92,8 @@ def prepare(ground: Ground) -> None:
         OSError: the child cannot enter what it was given.
     """
     confinement = ground.confinement
-    # The unit may protect the worker (OOMScoreAdjust=-1000); tasks must not inherit that. Written
-    # with CAP_SYS_RESOURCE it is also the least that the task can set.
-    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    os.write(fd, b"0")
-    os.close(fd)
+    # The worker, and perhaps its unit (OOMScoreAdjust=), are protected; tasks are not.
+    proc.set_oom_score_adj(ground.oom_score_adj)
     os.umask(0)
     kept = {TASK_DIRECTORY: ground.work_mount}
     if confinement.has_own_files:

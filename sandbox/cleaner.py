@@ -18,7 +18,7 @@ from stockade.platform import clone
 from stockade.sandbox import cleanup
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
-from stockade.sandbox.tree import SlotGroups
+from stockade.sandbox.slot_groups import SlotGroups
 from stockade.sandbox.uids import UidPool
 from stockade.sandbox.work_directory import unmount_work_directory
 

@@ -8,7 +8,7 @@ from typing import Final, NoReturn
 
 from stockade.platform import clone, landlock, namespaces, net, prctl, seccomp
 from stockade.platform.errors import StockadeError
-from stockade.sandbox import landlock_policy, seccomp_policy, template
+from stockade.sandbox import landlock_policy, oom_score, seccomp_policy, template
 from stockade.sandbox.child import Ground, prepare
 from stockade.sandbox.confinement import confine
 from stockade.sandbox.limits import Limits
@@ -60,7 +60,9 @@ def _namespaces() -> str:
         if as_root:
             made = template.make_template(plan.system)
             work = mount_of(_ANY_DIRECTORY)
-        ground = Ground(plan, made, work, _ANY_DIRECTORY, os.geteuid(), os.getegid())
+        ground = Ground(
+            plan, made, work, _ANY_DIRECTORY, os.geteuid(), os.getegid(), oom_score.of_tasks()
+        )
         return _attempt(ground.clone_flags, lambda: prepare(ground))
     except (StockadeError, OSError) as error:
         return str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stockade.sandbox import seccomp_policy
+from stockade.sandbox import oom_score, seccomp_policy
 from stockade.sandbox.capabilities import HostCapabilities
 from stockade.sandbox.child import Ground
 from stockade.sandbox.confinement import Confinement, confine
@@ -24,6 +24,7 @@ class Confiner:
     def __init__(self, view: View, host: HostCapabilities) -> None:
         self._view = view.resolved()
         self._host = host
+        self._oom_score_adj = oom_score.of_tasks()
         self._resolv_conf = resolv_conf_in_run()
         self._plans: dict[tuple[Profile, int | None], Confinement] = {}
         self._template: Template | None = None
@@ -54,7 +55,9 @@ class Confiner:
         template = -1
         if plan.has_own_files and self._template is not None:
             template = self._template.open()
-        return Ground(plan, template, work.mount, work_path, os.geteuid(), os.getegid())
+        return Ground(
+            plan, template, work.mount, work_path, os.geteuid(), os.getegid(), self._oom_score_adj
+        )
 
     def filter_of(self, profile: Profile) -> bytes:
         """The task's seccomp program; empty where the kernel has none."""

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from stockade.platform import clone, pidfd, proc
 from stockade.platform.errors import SyscallError
-from stockade.sandbox.tree import SlotGroups
+from stockade.sandbox.slot_groups import SlotGroups
 
 log = logging.getLogger(__name__)
 

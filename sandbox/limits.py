@@ -47,6 +47,12 @@ class Limits:
     cpu_weight: int | None = _limit(Unit.WEIGHT, None, "share of CPU against other tasks")
     tasks_max: int | None = _limit(Unit.COUNT, 512, "most processes and threads")
     io_weight: int | None = _limit(Unit.WEIGHT, None, "share of disk I/O against other tasks")
+    io_read_bandwidth_max: int | None = _limit(
+        Unit.BYTES, None, "most bytes a second read from the work directory's disk"
+    )
+    io_write_bandwidth_max: int | None = _limit(
+        Unit.BYTES, None, "most bytes a second written to the work directory's disk"
+    )
     runtime_max: float | None = _limit(Unit.SECONDS, 300.0, "longest run, counted from the start")
     timeout_stop: float | None = _limit(Unit.SECONDS, 5.0, "grace between SIGTERM and SIGKILL")
     oom_policy: str = _limit(
@@ -75,3 +81,18 @@ class Limits:
             TypeError: a field is unknown.
         """
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What all tasks of a worker together may use, whatever each is allowed. None: no limit.
+
+    Attributes:
+        memory_max: bytes.
+        cpu_quota: a number of CPUs.
+        tasks_max: processes and threads, the launchers' among them.
+    """
+
+    memory_max: int | None = None
+    cpu_quota: float | None = None
+    tasks_max: int | None = None

@@ -8,20 +8,27 @@ import logging
 import select
 import time
 from collections.abc import Callable
+from typing import Final
 
 log = logging.getLogger(__name__)
+
+# So many cancelled timers are left where they are.
+_FEW_TIMERS: Final = 64
 
 
 class Timer:
     """A call that will be made once; ``cancel`` prevents it."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("_loop", "callback")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, loop: Loop, callback: Callable[[], None]) -> None:
+        self._loop = loop
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        self.callback = None
+        if self.callback is not None:
+            self.callback = None
+            self._loop.timer_cancelled()
 
 
 class Loop:
@@ -32,6 +39,7 @@ class Loop:
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
+        self._cancelled = 0
         self._stopped = False
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
@@ -49,13 +57,21 @@ class Loop:
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
         """Calls ``callback`` once at ``when`` (time.monotonic) or soon after."""
-        timer = Timer(callback)
+        timer = Timer(self, callback)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Calls ``callback`` once, ``delay_s`` seconds from now."""
         return self.call_at(time.monotonic() + delay_s, callback)
+
+    def timer_cancelled(self) -> None:
+        """Called by a timer. Deadlines are far off and most tasks end long before theirs."""
+        self._cancelled += 1
+        if self._cancelled > max(_FEW_TIMERS, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
 
     def stop(self) -> None:
         self._stopped = True
@@ -72,6 +88,7 @@ class Loop:
     def _wait_s(self) -> float:
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
+            self._cancelled -= 1
         if not self._timers:
             return -1
         return max(0.0, self._timers[0][0] - time.monotonic())
@@ -81,7 +98,9 @@ class Loop:
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             callback, timer.callback = timer.callback, None
-            if callback is not None:
+            if callback is None:
+                self._cancelled -= 1
+            else:
                 self._guard(callback)
 
     @staticmethod

@@ -40,6 +40,11 @@ class Outcome:
         exit_code: 0 to 255, when the task's main process exited.
         signal: for example ``SIGSEGV``, when a signal ended it.
         wall_s: seconds from start to end, monotonic.
+        cpu_throttled_s: time that cpu_quota kept it from running, added up over all CPUs.
+        memory_peak_source: ``memory.peak``, the kernel's count; ``sampled``; or ``maxrss``, the
+            largest process alone.
+        stall_cpu_s: time in which some process of the task waited for a CPU (PSI, as the two after
+            it).
         output_bytes: bytes the task printed in all, kept or not.
         degraded: what this host could not enforce, by feature name.
         started_at: Unix time in seconds, for people and schedulers.
@@ -55,10 +60,15 @@ class Outcome:
     cpu_s: float | None = None
     cpu_user_s: float | None = None
     cpu_system_s: float | None = None
+    cpu_throttled_s: float | None = None
     memory_peak_bytes: int | None = None
+    memory_peak_source: str | None = None
     processes_peak: int | None = None
     io_read_bytes: int | None = None
     io_write_bytes: int | None = None
+    stall_cpu_s: float | None = None
+    stall_memory_s: float | None = None
+    stall_io_s: float | None = None
     output_bytes: int | None = None
     output_truncated: bool = False
     profile: str | None = None

@@ -7,7 +7,7 @@ import enum
 import json
 from typing import Self
 
-from stockade.sandbox.limits import Limits
+from stockade.sandbox.limits import Ceilings, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Profile, View
 
 
@@ -36,6 +36,7 @@ class SpawnerSettings:
             the launchers' own.
         uid_max: last uid of that range.
         profile: of ready slots; a task with another one gets a slot made for it.
+        ceilings: what all tasks together may use.
         limits: what ready slots are made with; a task with others has the difference applied.
         view: what of the host tasks see.
         pool_min: how many slots wait ready when nothing has happened for long.
@@ -51,6 +52,7 @@ class SpawnerSettings:
     uid_min: int
     uid_max: int
     profile: Profile = Profile.PRIVATE
+    ceilings: Ceilings = Ceilings()  # noqa: RUF009 - frozen
     limits: Limits = Limits()  # noqa: RUF009 - frozen
     view: View = WHOLE_VIEW
     pool_min: int = 0
@@ -69,6 +71,7 @@ class SpawnerSettings:
             **{
                 **fields,
                 "profile": Profile(fields["profile"]),
+                "ceilings": Ceilings(**fields["ceilings"]),
                 "limits": Limits.from_json(fields["limits"]),
                 "view": View.from_json(fields["view"]),
                 "lifetime": Lifetime(fields["lifetime"]),

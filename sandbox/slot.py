@@ -23,7 +23,8 @@ from stockade.sandbox.launch_message import GO, LaunchMessage, encode
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.places import Places
 from stockade.sandbox.profiles import Profile
-from stockade.sandbox.tree import SlotGroups, Tree
+from stockade.sandbox.slot_groups import SlotGroups
+from stockade.sandbox.tree import Tree
 from stockade.sandbox.uids import UidPool
 from stockade.sandbox.work_directory import (
     WorkDirectory,

@@ -18,10 +18,12 @@ from typing import Final
 
 from stockade.platform import prctl, sockets
 from stockade.sandbox import capabilities, protocol, slot, standby
+from stockade.sandbox.attempts import Attempts
 from stockade.sandbox.children import Children
 from stockade.sandbox.cleaner import Cleaner
 from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.connection import Connection
+from stockade.sandbox.delegation import find_delegation
 from stockade.sandbox.errors import ProtocolError, SandboxSetupError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.loop import Loop, Timer
@@ -71,12 +73,14 @@ class Spawner:
         self.places = places
         if os.geteuid() == 0:
             prctl.drop_capabilities(CAPABILITIES)
-        host = capabilities.probe()
+        delegation = find_delegation()
+        host = capabilities.probe(places.work_path, delegation)
         self.tree: Tree | None = None
-        if host.cgroup_parent is not None and host.cgroup_kill:
-            self.tree = Tree.set_up(Path(host.cgroup_parent), settings.worker_id)
+        if host.cgroup_kill:
+            self.tree = Tree.set_up(delegation, settings.worker_id, settings.ceilings, host.disk)
         self.controllers = self.tree.controllers if self.tree is not None else frozenset[str]()
-        self.host = dataclasses.replace(host, controllers=self.controllers)
+        lacks = self.tree.lacks if self.tree is not None else host.lacks
+        self.host = dataclasses.replace(host, controllers=self.controllers, lacks=lacks)
         self.uids: UidPool | None = None
         self._sweeper: UidSweeper | None = None
         if host.root:
@@ -85,12 +89,13 @@ class Spawner:
         confiner = Confiner(settings.view, self.host)
         self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
         self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
-        maker = SlotMaker(
+        self._attempts = Attempts()
+        self._maker = SlotMaker(
             self.places, self.tree, self.uids, confiner,
             launcher_fd=self._launcher_fd, generation=generation,
         )  # fmt: skip
         self._pool = Pool(
-            self.loop, maker, settings.profile, settings.limits,
+            self.loop, self._maker, settings.profile, settings.limits,
             discard=self._discard, watch_child=self.children.watch,
             least=settings.pool_min, most=settings.pool_max,
         )  # fmt: skip
@@ -124,6 +129,8 @@ class Spawner:
         if self.settings.lifetime is Lifetime.LASTING:
             self._standby.start()
         self._pool.fill()
+        # For tasks that were taken over.
+        self._watch_memory()
         self._check_idle()
 
     # The supervisor's connection.
@@ -148,6 +155,7 @@ class Spawner:
         self._connection = None
         if self.settings.lifetime is Lifetime.EPHEMERAL:
             self._finishing = True
+            self._attempts.clear()
             for task in list(self.tasks.values()):
                 task.kill(Cause.CANCELLED, "cancelled: the supervisor is gone")
                 if task.phase is Phase.OVER:
@@ -201,9 +209,7 @@ class Spawner:
             case protocol.Start():
                 self._start(message, fds)
             case protocol.Cancel():
-                task = self.tasks.get(message.seq)
-                if task is not None:
-                    task.terminate(Cause.CANCELLED, "cancelled")
+                self._cancel(message.seq)
             case protocol.Acknowledge():
                 task = self.tasks.get(message.seq)
                 if task is not None and task.phase is Phase.OVER:
@@ -216,6 +222,13 @@ class Spawner:
             case _:
                 raise ProtocolError(f"cannot take {message.type} from a supervisor")
 
+    def _cancel(self, seq: int) -> None:
+        task, attempt = self.tasks.get(seq), self._attempts.get(seq)
+        if task is not None:
+            task.terminate(Cause.CANCELLED, "cancelled")
+        elif attempt is not None:
+            self._not_started(attempt.start, ErrorCode.CANCELLED, "cancelled before it started")
+
     def _send(self, message: protocol.Message, fds: Sequence[int] = ()) -> None:
         if self._connection is not None:
             self._connection.send(message, fds)
@@ -227,20 +240,33 @@ class Spawner:
         if known is not None:
             self._tell(known)
             return
+        if start.seq in self._attempts:
+            return
         try:
-            profile = Profile(start.profile)
+            Profile(start.profile)
         except ValueError as error:
             raise ProtocolError(f"cannot start task {start.seq}: {error}") from error
-        degraded = self.degraded(profile, start.limits)
-        request = read_request(start, fds)
         try:
-            made = self._pool.take(profile, start.limits)
+            self._attempts.begin(start, read_request(start, fds))
+        except OSError as error:
+            self._not_started(start, ErrorCode.SPAWN_FAILED, f"cannot start the task: {error}")
+            return
+        self._try(start.seq)
+
+    def _try(self, seq: int) -> None:
+        attempt = self._attempts.get(seq)
+        if attempt is None:
+            return
+        start, request = attempt.start, attempt.request
+        profile = Profile(start.profile)
+        degraded = self.degraded(profile, start.limits)
+        try:
+            # Whatever spoiled a slot that waited may have spoiled the others.
+            take = self._maker.make if attempt.tries else self._pool.take
+            made = take(profile, start.limits)
         except SandboxSetupError as error:
-            outcome = Outcome(
-                Status.FAILED, ErrorCode.SPAWN_FAILED, str(error),
-                profile=start.profile, degraded=degraded,
-            )  # fmt: skip
-            self._send(protocol.Ended(start.seq, outcome))
+            if not self._try_again(seq, getattr(error.__cause__, "errno", None)):
+                self._not_started(start, ErrorCode.SPAWN_FAILED, str(error))
             return
         header = SlotRecord(
             seq=start.seq, slot=made.name, boot_id=self.places.token.split()[0],
@@ -263,25 +289,57 @@ class Spawner:
             task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
         self._watch_memory()
 
+    def _try_again(self, seq: int, failure: int | None) -> bool:
+        """Whether the start that failed so will be tried again."""
+        wait_s = self._attempts.wait_s(seq, failure)
+        if wait_s is None:
+            return False
+        log.warning(
+            "cannot start task seq=%d: %s; trying another slot", seq, os.strerror(failure or 0)
+        )
+        self.loop.call_later(wait_s, lambda: self._try(seq))
+        return True
+
+    def _not_started(self, start: protocol.Start, code: ErrorCode, reason: str) -> None:
+        """Tells the outcome of a task that has no record."""
+        self._attempts.forget(start.seq)
+        status = Status.CANCELLED if code is ErrorCode.CANCELLED else Status.FAILED
+        outcome = Outcome(
+            status, code, reason, profile=start.profile,
+            degraded=self.degraded(Profile(start.profile), start.limits),
+        )  # fmt: skip
+        self._send(protocol.Ended(start.seq, outcome))
+        self._check_idle()
+
     # What happens to tasks (task.Observer).
 
     def task_started(self, task: Task) -> None:
         """Tells the supervisor, with the output pipe."""
         if task.started is None:
             return
+        self._attempts.forget(task.seq)
         message = protocol.Started(task.seq, task.started.pid, task.slot.name, task.started.unix)
         self._send_with_output(message, task)
 
     def task_over(self, task: Task) -> None:
         """Tells the supervisor the outcome and begins the clean-up of the slot."""
         assert task.outcome is not None
-        self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
+        if self._try_again(task.seq, task.start_failure):
+            # Nothing of it ran: without a record it is a start that never was.
+            self._forget(task)
+        else:
+            self._attempts.forget(task.seq)
+            self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
         used = task.slot
         if task.survivors:
             self.cleaner.set_aside.append(used.name)
         else:
             self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
-        if self._connection is None and self.settings.lifetime is Lifetime.EPHEMERAL:
+        if (
+            self._connection is None
+            and self.settings.lifetime is Lifetime.EPHEMERAL
+            and task.seq in self.tasks
+        ):
             self._forget(task)
 
     def _send_with_output(self, message: protocol.Started | protocol.Ended, task: Task) -> None:
@@ -347,7 +405,7 @@ class Spawner:
     # The watchdog, where the kernel does not count memory.
 
     def _watch_memory(self) -> None:
-        if self._watching or "memory" in self.controllers:
+        if self._watching or all(task.sampler is None for task in self.tasks.values()):
             return
         self._watching = True
         self.loop.call_later(self._pace.delay_s, self._sample)
@@ -359,8 +417,8 @@ class Spawner:
             self._watch_memory()
         with self._pace.round():
             for task in live:
-                if task.watch is not None and task.phase in (Phase.RUNNING, Phase.TERMINATING):
-                    evidence = task.watch.sample()
+                if task.sampler is not None and task.phase in (Phase.RUNNING, Phase.TERMINATING):
+                    evidence = task.sampler.sample()
                     if evidence is not None:
                         task.kill(Cause.MEMORY, evidence)
 
@@ -376,7 +434,9 @@ class Spawner:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
-        needed = bool(self.tasks) or (self._connection is not None and not self._finishing)
+        needed = bool(self.tasks or self._attempts) or (
+            self._connection is not None and not self._finishing
+        )
         if not needed and not self._stopping:
             self._idle = self.loop.call_later(0.0 if self._finishing else IDLE_S, self._stop)
 

@@ -1,6 +1,7 @@
 """The spawner's program: ``python -I -m stockade.sandbox.spawner_main SETTINGS ...``.
 
 With ``--ready-fd N`` it is in charge at once and tells so on that descriptor; see start.py. With
+``--join GROUP`` it moves into a worker's group that lives already. With
 ``--standby-for PID --generation N`` it waits for that spawner's death; see standby.py.
 """
 
@@ -15,8 +16,10 @@ import logging
 import os
 import resource
 import signal
+from pathlib import Path
 
 from stockade.platform import clone, keyring, mounts, namespaces, prctl
+from stockade.platform.cgroup import Group
 from stockade.platform.errors import StockadeError, SyscallError
 from stockade.sandbox import recovery, standby
 from stockade.sandbox.log import set_up as set_up_log
@@ -62,9 +65,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="stockade-spawner")
     parser.add_argument("settings")
     parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--stderr-fd", type=int)
+    parser.add_argument("--join", type=Path)
     parser.add_argument("--standby-for", type=int)
     parser.add_argument("--generation", type=int)
     arguments = parser.parse_args()
+    if arguments.stderr_fd is not None:
+        os.dup2(arguments.stderr_fd, 2)
+        os.close(arguments.stderr_fd)
     settings = SpawnerSettings.from_json(arguments.settings)
     # Terminals and service managers signal whole groups; who ends the spawner is its supervisor.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
@@ -81,6 +89,8 @@ def main() -> int:
     try:
         # What the session of whoever started the worker holds is not for its tasks.
         keyring.join_new_session()
+        if arguments.join is not None:
+            Group(arguments.join / "spawner").attach(os.getpid())
         if succession is recovery.Succession.FIRST:
             _leave_host_mounts()
         places = Places.open(settings)

@@ -14,16 +14,19 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from stockade.platform import pidfd, proc
+from stockade.sandbox.accounts import read_accounts, sampled_peak
+from stockade.sandbox.ceiling import Hits
 from stockade.sandbox.child import SETUP_FAILED
 from stockade.sandbox.kill import InitReach, Reach, ScatteredReach, TreeReach
 from stockade.sandbox.launch_message import SAYS_ENDED, SAYS_STARTED
+from stockade.sandbox.limits import Ceilings
 from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.outcome import Outcome
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, StartedLine
 from stockade.sandbox.slot import Slot
 from stockade.sandbox.verdict import Accounts, Moment, judge
-from stockade.sandbox.watchdog import Watch
+from stockade.sandbox.watchdog import PeakSampler, Sampler, Watch
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class Task:
         self.started: StartedLine | None = None
         self.outcome: Outcome | None = None
         self.survivors: tuple[int, ...] = ()
-        self.watch: Watch | None = None
+        self.sampler: Sampler | None = None
         self._loop = loop
         self._observer = observer
         self._controllers = controllers
@@ -84,8 +87,12 @@ class Task:
         self._timers: dict[str, Timer] = {}
         self._events_fd = -1
         self.reach = self._make_reach()
+        groups = slot.groups
+        self._ceiling_before = groups.ceiling.hits() if groups is not None else Hits()
         if "memory" not in controllers:
-            self.watch = Watch(header.limits, self.reach)
+            self.sampler = Watch(header.limits, self.reach)
+        elif groups is not None and not groups.counts_peak:
+            self.sampler = PeakSampler(groups.task)
 
     def _make_reach(self) -> Reach:
         if self.slot.groups is not None:
@@ -215,6 +222,9 @@ class Task:
 
     def launcher_exited(self) -> None:
         """The launcher is gone. Its record says how the task ended; silence means it was killed."""
+        if self.phase is Phase.OVER:
+            # Seen by its group to be gone, and only now reaped; the record may be closed.
+            return
         found = self.record.read()
         if found.ended is None and found.failed is None and found.cause is None:
             what = "the task" if found.started is not None else "the task's start"
@@ -280,9 +290,11 @@ class Task:
             os.close(self._events_fd)
             self._events_fd = -1
         self._let_go_of_launcher()
+        if self.slot.groups is not None:
+            self.slot.groups.settle()
         self.outcome = judge(
             self.record.read(), self._accounts(), Moment.now(), self.header.limits,
-            profile=self.header.profile, degraded=self._degraded,
+            profile=self.header.profile, degraded=self._degraded, ceilings=self._ceilings(),
         )  # fmt: skip
         self.record.append_outcome(self.outcome)
         self._observer.task_over(self)
@@ -293,37 +305,35 @@ class Task:
         self._loop.unwatch(self.slot.launcher_pidfd)
         self.slot.let_go()
 
+    @property
+    def start_failure(self) -> int | None:
+        """The errno with which its group refused it, if that is how it ended: nothing of it ran."""
+        found = self.record.read()
+        if found.failed is None or found.cause is not None or found.failed.step != "clone":
+            return None
+        return found.failed.errno
+
+    def _ceilings(self) -> Ceilings:
+        groups = self.slot.groups
+        return groups.ceiling.limits if groups is not None else Ceilings()
+
     def _accounts(self) -> Accounts:
-        watch = self.watch
-        peak = watch.memory_peak_bytes or None if watch else None
-        processes = watch.processes_peak or None if watch else None
-        if self.slot.groups is None:
-            return Accounts(
-                memory_peak_bytes=peak, processes_peak=processes, survivors=self.survivors
-            )
-        group = self.slot.groups.task
-        try:
-            cpu = group.cpu_stat or {}
-            has = self._controllers
-            memory_events = group.memory_events or {} if "memory" in has else {}
-            pids_events = group.pids_events or {} if "pids" in has else {}
-            io = list((group.io_stat or {}).values()) if "io" in has else []
-            return Accounts(
-                cpu_user_s=cpu["user_usec"] / 1e6 if "user_usec" in cpu else None,
-                cpu_system_s=cpu["system_usec"] / 1e6 if "system_usec" in cpu else None,
-                memory_peak_bytes=(group.memory_peak if "memory" in has else None) or peak,
-                processes_peak=(group.pids_peak if "pids" in has else None) or processes,
-                io_read_bytes=sum(device.get("rbytes", 0) for device in io) if io else None,
-                io_write_bytes=sum(device.get("wbytes", 0) for device in io) if io else None,
-                oom_kills=memory_events.get("oom_kill", 0),
-                tasks_max_hits=pids_events.get("max", 0),
-                survivors=self.survivors,
-            )
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            log.warning("the group of task seq=%d is gone: its accounts are lost", self.seq)
-            return Accounts(survivors=self.survivors)
+        if self.slot.groups is not None:
+            try:
+                return read_accounts(
+                    self.slot.groups, self._controllers, self.sampler,
+                    self._ceiling_before, self.survivors,
+                )  # fmt: skip
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENODEV):
+                    raise
+                log.warning("the group of task seq=%d is gone: its accounts are lost", self.seq)
+        peak, source = sampled_peak(self.sampler)
+        processes = self.sampler.processes_peak or None if self.sampler is not None else None
+        return Accounts(
+            memory_peak_bytes=peak, memory_peak_source=source, processes_peak=processes,
+            survivors=self.survivors,
+        )  # fmt: skip
 
     def _timer(self, name: str, delay_s: float, callback: Callable[[], None]) -> None:
         self._stop_timer(name)

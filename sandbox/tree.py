@@ -1,10 +1,11 @@
-"""The worker's cgroup tree: where it stands, the slots' groups in it, and what is left of them.
+"""The worker's cgroup tree: where it stands, and the slots' groups in it.
 
 stockade-ID.scope/        the worker's; no process of its own, so that controllers can be enabled
     spawner/              the spawner and its standby
-    tasks/SLOT/           one slot; killed as a whole
-        init/             its launcher, outside the task's account
-        task/             the task: limits and verdicts are here
+    tasks/                the worker's ceiling
+        SLOT/             one slot; killed as a whole
+            init/         its launcher, outside the task's account
+            task/         the task: limits and verdicts are here
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from stockade.platform import cgroup
 from stockade.platform.cgroup import Group
 from stockade.platform.errors import SyscallError
-from stockade.sandbox.limits import Limits
+from stockade.sandbox import systemd
+from stockade.sandbox.ceiling import Ceiling
+from stockade.sandbox.delegation import ASIDE, CONTROLLERS, Delegation
+from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.limits import Ceilings
+from stockade.sandbox.slot_groups import SlotGroups
 
 log = logging.getLogger(__name__)
 
-CONTROLLERS: Final = ("cpu", "io", "memory", "pids")
-CPU_PERIOD_US: Final = 100_000
+# Processes that fork while they are moved need more than one look.
+_MOVE_ROUNDS: Final = 100
 
 
 def group_name(worker_id: str) -> str:
@@ -37,186 +42,124 @@ def group_name(worker_id: str) -> str:
     return f"stockade-{plain}.scope"
 
 
-def find_parent() -> tuple[Path | None, str]:
-    """The group that ours can be made in, and why there is none.
-
-    Tried by making a group and removing it, since a file's mode tells little (read-only mounts,
-    delegation, user namespaces).
-    """
+def root_around_us(worker_id: str) -> Path | None:
+    """The worker's own group, when this process was started in it or below."""
     mount = cgroup.find_mount()
     if mount is None:
-        return None, "no cgroup v2 is mounted"
-    own = mount / cgroup.own_group().lstrip("/")
-    reason = ""
-    # Our own group first when it was delegated to us; a group with processes of its own cannot
-    # hand controllers to children (cgroups(7), "no internal processes"), so the root comes first
-    # when we may write there.
-    for parent in dict.fromkeys((mount, own)):
-        probe = Group(parent / f"stockade-probe-{os.getpid()}")
-        try:
-            probe.create()
-            probe.remove()
-        except OSError as error:
-            reason = f"cannot make a group in {parent}: {error.strerror}"
-            continue
-        return parent, ""
-    return None, reason
-
-
-# What the kernel gives a group that was just made.
-FRESH: Final = Limits(
-    memory_max=None,
-    memory_high=None,
-    memory_swap_max=None,
-    cpu_quota=None,
-    cpu_weight=None,
-    tasks_max=None,
-    io_weight=None,
-    oom_policy="continue",
-)
-DEFAULT_WEIGHT: Final = 100
-
-
-class SlotGroups:
-    """One slot's three groups."""
-
-    def __init__(self, path: Path) -> None:
-        self.slot = Group(path)
-        self.init = Group(path / "init")
-        self.task = Group(path / "task")
-
-    @property
-    def path(self) -> Path:
-        return Path(os.fsdecode(self.slot.path))
-
-    def create(self, controllers: frozenset[str], limits: Limits) -> None:
-        """Makes the groups and sets what of ``limits`` the controllers can hold.
-
-        Raises:
-            SyscallError: a group cannot be made, or the kernel refuses a value.
-        """
-        self.slot.create()
-        if controllers:
-            self.slot.enable(controllers)
-        self.init.create()
-        self.task.create()
-        self.task.max_descendants = 0
-        self.limit(controllers, limits, FRESH)
-
-    def limit(self, controllers: frozenset[str], limits: Limits, current: Limits) -> None:
-        """Sets what of ``limits`` differs from ``current`` and the controllers can hold.
-
-        Raises:
-            SyscallError: the kernel refuses a value.
-        """
-        for name, (controller, write) in _WRITERS.items():
-            value = getattr(limits, name)
-            if controller in controllers and value != getattr(current, name):
-                write(self, value)
-
-    def _set_cpu_max(self, cpus: float | None) -> None:
-        quota_us = None if cpus is None else max(1000, int(cpus * CPU_PERIOD_US))
-        self.task.cpu_max = (quota_us, CPU_PERIOD_US)
-
-    def _set_swap_max(self, limit: int | None) -> None:
-        try:
-            self.task.memory_swap_max = limit
-        except SyscallError as error:
-            # A kernel without swap accounting has no such file; there is no swap to limit then.
-            if error.errno != errno.ENOENT:
-                raise
-
-    def kill(self, controllers: frozenset[str]) -> None:
-        """SIGKILL to everything in the slot, its launcher included."""
-        self._lift_quota(controllers)
-        self.slot.kill()
-
-    def kill_task(self, controllers: frozenset[str]) -> None:
-        """SIGKILL to everything of the task; the launcher lives."""
-        self._lift_quota(controllers)
-        self.task.kill()
-
-    def _lift_quota(self, controllers: frozenset[str]) -> None:
-        if "cpu" in controllers:
-            # Under a tiny quota a killed task takes seconds to run into its death.
-            try:
-                self.task.cpu_max = (None, CPU_PERIOD_US)
-            except OSError as error:
-                log.warning("cannot lift cpu.max before the kill: %s", error)
-
-    @property
-    def populated(self) -> bool:
-        """Whether any process lives in the slot."""
-        return self.slot.populated
-
-    def remove(self) -> None:
-        """Removes the groups, depth first.
-
-        Raises:
-            SyscallError: EBUSY: something still lives in one.
-        """
-        try:
-            for group in (self.task, self.init, self.slot):
-                group.remove()
-        except SyscallError:
-            # Partly made, or with groups that are not ours in it: looked at one by one.
-            self.slot.remove_tree()
-
-
-def _set(attribute: str) -> Callable[[SlotGroups, Any], None]:
-    return lambda groups, value: setattr(groups.task, attribute, value)
-
-
-def _set_weight(attribute: str) -> Callable[[SlotGroups, Any], None]:
-    return lambda groups, value: setattr(groups.task, attribute, value or DEFAULT_WEIGHT)
-
-
-# Which limits are files of the task's group, of which controller, and how they are written.
-_WRITERS: Final[dict[str, tuple[str, Callable[[SlotGroups, Any], None]]]] = {
-    "memory_max": ("memory", _set("memory_max")),
-    "memory_high": ("memory", _set("memory_high")),
-    "memory_swap_max": ("memory", SlotGroups._set_swap_max),
-    "oom_policy": (
-        "memory",
-        lambda groups, value: setattr(groups.task, "memory_oom_group", value == "kill"),
-    ),
-    "tasks_max": ("pids", _set("pids_max")),
-    "cpu_quota": ("cpu", SlotGroups._set_cpu_max),
-    "cpu_weight": ("cpu", _set_weight("cpu_weight")),
-    "io_weight": ("io", _set_weight("io_weight")),
-}
+        return None
+    names = cgroup.own_group().strip("/").split("/")
+    try:
+        depth = names.index(group_name(worker_id))
+    except ValueError:
+        return None
+    return mount.joinpath(*names[: depth + 1])
 
 
 class Tree:
-    """The worker's own group and the slots in it."""
+    """The worker's own group and the slots in it.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        controllers: what the slots' groups have.
+        lacks: for each controller, or limit, that they have not: why, and what mends it.
+    """
+
+    def __init__(
+        self, path: Path, delegation: Delegation, ceilings: Ceilings, disk: str | None
+    ) -> None:
         self.path = path
+        self.controllers: frozenset[str] = frozenset()
+        self.lacks: dict[str, tuple[str, str]] = {}
         self._root = Group(path)
         self._spawner = Group(path / "spawner")
         self._tasks = Group(path / "tasks")
-        self.controllers: frozenset[str] = frozenset()
+        self._delegation = delegation
+        self._by_hand = not systemd.is_running()
+        self._disk = disk
+        self._counts_peak = False
+        self._ceiling = Ceiling(self._tasks, ceilings, frozenset())
 
     @classmethod
-    def set_up(cls, parent: Path, worker_id: str) -> Self:
+    def set_up(
+        cls, delegation: Delegation, worker_id: str, ceilings: Ceilings, disk: str | None
+    ) -> Self | None:
         """Makes the worker's groups, moves this process into ``spawner/``, enables controllers.
+
+        None where nothing is delegated.
 
         Raises:
             SyscallError: a group cannot be made or entered.
+            SandboxSetupError: under systemd this process was not started in the worker's scope.
         """
-        tree = cls(parent / group_name(worker_id))
+        path = root_around_us(worker_id)
+        if path is None:
+            if delegation.parent is None:
+                return None
+            if systemd.is_running():
+                raise SandboxSetupError(
+                    "use cgroups",
+                    f"this process is in {cgroup.own_group()}, not in {group_name(worker_id)}: "
+                    "start it through stockade worker or stockade run",
+                )
+            path = delegation.parent / group_name(worker_id)
+        tree = cls(path, delegation, ceilings, disk)
         for group in (tree._root, tree._spawner, tree._tasks):
             try:
                 group.create()
             except SyscallError as error:
-                # An earlier spawner of this worker made it.
+                # systemd, or an earlier spawner of this worker, made it.
                 if error.errno != errno.EEXIST:
                     raise
         tree._spawner.attach(os.getpid())
+        if tree._by_hand:
+            tree._open_parent(Group(path.parent))
         for name in CONTROLLERS:
             tree._enable(name)
-        tree.controllers = frozenset(CONTROLLERS) & (tree._tasks.subtree_control or frozenset())
+        tree._look()
+        tree._ceiling = Ceiling(tree._tasks, ceilings, tree.controllers)
+        tree._ceiling.apply()
         return tree
+
+    def _open_parent(self, parent: Group) -> None:
+        """By hand: has the group above pass controllers on, which none with processes may.
+
+        In a container they are all of the container's, and stay in its group and limits.
+        """
+        wanted = self._delegation.controllers - (parent.subtree_control or frozenset())
+        if not wanted:
+            return
+        try:
+            parent.enable(wanted)
+        except SyscallError as error:
+            if error.errno != errno.EBUSY:
+                log.warning("cannot enable controllers in %s: %s", parent.path, error)
+                return
+            self._move_aside(parent)
+            try:
+                parent.enable(wanted)
+            except SyscallError as again:
+                log.warning("cannot enable controllers in %s: %s", parent.path, again)
+
+    @staticmethod
+    def _move_aside(parent: Group) -> None:
+        aside = _made(parent.child(ASIDE))
+        for _ in range(_MOVE_ROUNDS):
+            pids = parent.procs
+            if not pids:
+                return
+            for pid in pids:
+                if pid == 0:
+                    # Not in our pid namespace; and written, 0 would mean ourselves.
+                    log.warning(
+                        "cannot enable controllers in %s: a process from outside of this container "
+                        "is in it", parent.path,
+                    )  # fmt: skip
+                    return
+                try:
+                    aside.attach(pid)
+                except SyscallError as error:
+                    if error.errno != errno.ESRCH:
+                        log.warning("cannot move process %d out of %s: %s", pid, parent.path, error)
+                        return
 
     def _enable(self, name: str) -> None:
         if name not in (self._root.controllers or ()):
@@ -227,23 +170,61 @@ class Tree:
                 group.enable(frozenset((name,)))
             except SyscallError as error:
                 log.warning("cannot enable controller %s in %s: %s", name, group.path, error)
+                self.lacks[name] = (
+                    f"cannot enable the controller {name}: {error}",
+                    f"see which processes are in {os.fsdecode(group.path)}/cgroup.procs",
+                )
                 return
+
+    def _look(self) -> None:
+        """Finds what the slots will have; on some kernels io has no weights."""
+        self.controllers = frozenset(CONTROLLERS) & (self._tasks.subtree_control or frozenset())
+        found = Delegation(self.path.parent, self._delegation.manager, self.controllers)
+        why_not = found.lacks()
+        self.lacks = {**why_not, **self.lacks}
+        self._counts_peak = self._tasks.memory_peak is not None
+        if "io" in self.controllers and self._tasks.io_weight is None:
+            self.lacks["io_weight"] = (
+                "this kernel has no io.weight",
+                "use a kernel with blk-iocost or the bfq scheduler",
+            )
 
     def slot(self, name: str) -> SlotGroups:
         """The groups of the slot called ``name``, made or not."""
-        return SlotGroups(self.path / "tasks" / name)
+        return SlotGroups(
+            self.path / "tasks" / name, self._ceiling,
+            disk=self._disk, counts_peak=self._counts_peak,
+        )  # fmt: skip
 
     def slots(self) -> list[str]:
         """The names of all slots that have groups."""
         return [Path(os.fsdecode(child.path)).name for child in self._tasks.children()]
 
     def remove(self) -> None:
-        """Removes the worker's groups after the last task, with this process moved out of them.
+        """Removes the worker's groups after the last task.
 
-        What still holds a process stays, and is said.
+        A scope is systemd's: it goes when its last process, which is this one, ends. By hand this
+        process is moved out first; what still holds a process stays, and is said.
         """
+        if not self._by_hand:
+            return
+        parent = Group(self.path.parent)
         try:
-            Group(self.path.parent).attach(os.getpid())
+            try:
+                parent.attach(os.getpid())
+            except SyscallError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                _made(parent.child(ASIDE)).attach(os.getpid())
             self._root.remove_tree()
         except OSError as error:
             log.warning("cannot remove %s: %s", self.path, error)
+
+
+def _made(group: Group) -> Group:
+    try:
+        group.create()
+    except SyscallError as error:
+        if error.errno != errno.EEXIST:
+            raise
+    return group

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 import signal
 import time
 from typing import Final, NamedTuple, Self
 
-from stockade.sandbox.limits import MIB, Limits
+from stockade.sandbox.limits import MIB, Ceilings, Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.record import Cause, Record
 
@@ -22,18 +23,52 @@ _STEP_HINTS: Final = {
 }
 
 
+# From this share of its periods on, throttling may be why a task did not end in time.
+_THROTTLED_SHARE: Final = 0.25
+
+
+class PeakSource(enum.StrEnum):
+    """Where a memory peak comes from."""
+
+    KERNEL = "memory.peak"
+    SAMPLED = "sampled"
+    LARGEST_PROCESS = "maxrss"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accounts:
-    """What a task used, as far as this host counts it. None: not counted here."""
+    """What a task used, as far as this host counts it. None: not counted here.
+
+    Attributes:
+        cpu_throttled_s: added up over all CPUs.
+        cpu_periods: periods of cpu.max in which the task ran.
+        cpu_periods_throttled: those of them in which its quota ran out.
+        stall_cpu_s: time in which some process of the task waited for a CPU (PSI); so the others.
+        oom_kills: processes of the task that any OOM killer took.
+        own_memory_hits: how often the task's own memory_max was why.
+        ceiling_memory_hits: how often the worker's was, while the task ran.
+        tasks_max_hits: forks that were refused.
+        ceiling_tasks_hits: forks that the worker's tasks_max refused, while the task ran (6.11).
+    """
 
     cpu_user_s: float | None = None
     cpu_system_s: float | None = None
+    cpu_throttled_s: float | None = None
+    cpu_periods: int = 0
+    cpu_periods_throttled: int = 0
     memory_peak_bytes: int | None = None
+    memory_peak_source: PeakSource | None = None
     processes_peak: int | None = None
     io_read_bytes: int | None = None
     io_write_bytes: int | None = None
+    stall_cpu_s: float | None = None
+    stall_memory_s: float | None = None
+    stall_io_s: float | None = None
     oom_kills: int = 0
+    own_memory_hits: int = 0
+    ceiling_memory_hits: int = 0
     tasks_max_hits: int = 0
+    ceiling_tasks_hits: int = 0
     survivors: tuple[int, ...] = ()
 
 
@@ -50,7 +85,7 @@ class Moment(NamedTuple):
 
 def judge(
     record: Record, accounts: Accounts, seen_gone: Moment, limits: Limits, *,
-    profile: str, degraded: tuple[str, ...],
+    profile: str, degraded: tuple[str, ...], ceilings: Ceilings = Ceilings(),  # noqa: B008 - frozen
 ) -> Outcome:  # fmt: skip
     """The outcome of a task that is over.
 
@@ -59,7 +94,7 @@ def judge(
     Says ``oom_killed`` on evidence only: memory.events of the task's own group, or the watchdog's
     cause. What cannot be known is ``worker_lost``, never guessed.
     """
-    status, code, reason = _verdict(record, accounts, limits)
+    status, code, reason = _verdict(record, accounts, limits, ceilings)
     if accounts.survivors:
         pids = ", ".join(map(str, accounts.survivors[:8]))
         reason = f"{reason}; could not be killed: {pids} still there".lstrip("; ")
@@ -69,6 +104,7 @@ def judge(
     started = record.started if record.failed is None else None
     rusage = record.ended
     end = rusage or seen_gone
+    peak, source = _peak(record, accounts)
     return Outcome(
         status=status,
         error_code=code,
@@ -79,10 +115,15 @@ def judge(
         cpu_s=user + system if user is not None and system is not None else None,
         cpu_user_s=user,
         cpu_system_s=system,
-        memory_peak_bytes=_peak(record, accounts),
+        cpu_throttled_s=accounts.cpu_throttled_s,
+        memory_peak_bytes=peak,
+        memory_peak_source=source,
         processes_peak=accounts.processes_peak,
         io_read_bytes=_first(accounts.io_read_bytes, rusage.read_bytes if rusage else None),
         io_write_bytes=_first(accounts.io_write_bytes, rusage.write_bytes if rusage else None),
+        stall_cpu_s=accounts.stall_cpu_s,
+        stall_memory_s=accounts.stall_memory_s,
+        stall_io_s=accounts.stall_io_s,
         profile=profile,
         degraded=degraded,
         started_at=started.unix if started else None,
@@ -90,12 +131,16 @@ def judge(
     )
 
 
-def _verdict(record: Record, accounts: Accounts, limits: Limits) -> tuple[Status, ErrorCode, str]:
+def _verdict(
+    record: Record, accounts: Accounts, limits: Limits, ceilings: Ceilings
+) -> tuple[Status, ErrorCode, str]:
     if record.failed is not None and record.cause is None:
         return Status.FAILED, ErrorCode.SPAWN_FAILED, _failed_step(record)
     match record.cause:
         case Cause.TIMEOUT:
-            return Status.TIMEOUT, ErrorCode.TIMEOUT, record.cause_text
+            text = record.cause_text + _throttling(accounts, limits)
+            text += _hits(accounts, limits, ceilings)
+            return Status.TIMEOUT, ErrorCode.TIMEOUT, text
         case Cause.CANCELLED:
             return Status.CANCELLED, ErrorCode.CANCELLED, record.cause_text or "cancelled"
         case Cause.MEMORY:
@@ -106,15 +151,15 @@ def _verdict(record: Record, accounts: Accounts, limits: Limits) -> tuple[Status
             return Status.FAILED, ErrorCode.WORKER_LOST, record.cause_text
     if record.ended is None:
         return Status.FAILED, ErrorCode.WORKER_LOST, "the launcher ended without a word"
-    return _by_wait_status(record.ended.status, accounts, limits)
+    return _by_wait_status(record.ended.status, accounts, limits, ceilings)
 
 
 def _by_wait_status(
-    status: int, accounts: Accounts, limits: Limits
+    status: int, accounts: Accounts, limits: Limits, ceilings: Ceilings
 ) -> tuple[Status, ErrorCode, str]:
     if status == 0:
         return Status.SUCCESS, ErrorCode.NONE, ""
-    hits = _limits_hit(accounts, limits)
+    hits = _hits(accounts, limits, ceilings)
     if os.WIFEXITED(status):
         return (
             Status.FAILED,
@@ -123,33 +168,76 @@ def _by_wait_status(
         )
     number = os.WTERMSIG(status)
     if number == signal.SIGKILL and accounts.oom_kills:
-        return Status.FAILED, ErrorCode.OOM_KILLED, _out_of_memory(accounts, limits)
+        return Status.FAILED, ErrorCode.OOM_KILLED, _out_of_memory(accounts, limits, ceilings)
     text = f"died of {signal_text(number)}"
     if number == signal.SIGKILL:
         text = (
-            "killed by SIGKILL from outside the worker "
-            "(itself, the host's OOM killer or an operator)"
+            "killed from outside the worker (the host's OOM killer or an operator), "
+            "or by one of its own processes"
         )
     return Status.FAILED, ErrorCode.SIGNALED, text + hits
 
 
-def _limits_hit(accounts: Accounts, limits: Limits) -> str:
+def _hits(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> str:
     """Limits that the task ran into and that may explain a failure."""
     text = ""
-    if accounts.tasks_max_hits:
-        text += f"; tasks_max {limits.tasks_max} was reached {accounts.tasks_max_hits} times"
+    refused = accounts.tasks_max_hits or accounts.ceiling_tasks_hits
+    if refused:
+        text += f"; {_tasks_limit(accounts, limits, ceilings)} was reached {_times(refused)}"
     if accounts.oom_kills:
-        text += f"; memory_max was reached, {accounts.oom_kills} of its processes were killed"
+        which = _memory_limit(accounts, limits, ceilings)
+        text += f"; {which}, and {_processes(accounts.oom_kills)} of the task killed"
     return text
 
 
-def _out_of_memory(accounts: Accounts, limits: Limits) -> str:
-    limit = format_bytes(limits.memory_max) if limits.memory_max is not None else "unlimited"
+def _tasks_limit(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> str:
+    # Up to 6.10 a fork that any limit above refuses is counted with the task, so the peak tells.
+    below_own = (
+        accounts.processes_peak is not None
+        and limits.tasks_max is not None
+        and accounts.processes_peak < limits.tasks_max
+    )
+    if accounts.ceiling_tasks_hits or (ceilings.tasks_max is not None and below_own):
+        return f"the worker's tasks_max {ceilings.tasks_max}"
+    return f"tasks_max {limits.tasks_max}"
+
+
+def _throttling(accounts: Accounts, limits: Limits) -> str:
+    """That the CPU quota may be why a task was not done in time."""
+    throttled, periods = accounts.cpu_periods_throttled, accounts.cpu_periods
+    if limits.cpu_quota is None or not throttled or throttled < periods * _THROTTLED_SHARE:
+        return ""
+    quota = f"{100 * limits.cpu_quota:.4g}%"
+    return f"; cpu_quota {quota} held it back in {throttled} of {periods} periods"
+
+
+def _memory_limit(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> str:
+    """Whose memory ran out: memory.events counts ``oom`` where the limit is."""
+    if accounts.own_memory_hits:
+        limit = "unlimited" if limits.memory_max is None else format_bytes(limits.memory_max)
+        return f"memory_max {limit} reached"
+    if accounts.ceiling_memory_hits and ceilings.memory_max is not None:
+        limit = format_bytes(ceilings.memory_max)
+        return f"the worker's memory_max {limit} reached by all tasks together"
+    return "the host, or a group above the worker, out of memory and no limit of the worker reached"
+
+
+def _out_of_memory(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> str:
     peak = accounts.memory_peak_bytes
     shown = "" if peak is None else f"peak {format_bytes(peak)}, "
-    return (
-        f"killed: memory_max {limit} reached ({shown}{accounts.oom_kills} processes, memory.events)"
-    )
+    if accounts.memory_peak_source is PeakSource.SAMPLED:
+        shown = f"sampled {shown}"
+    victims = _processes(accounts.oom_kills)
+    which = _memory_limit(accounts, limits, ceilings)
+    return f"killed: {which} ({shown}{victims}, memory.events)"
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _failed_step(record: Record) -> str:
@@ -176,10 +264,12 @@ def _cpu(record: Record, accounts: Accounts) -> tuple[float | None, float | None
     return None, None
 
 
-def _peak(record: Record, accounts: Accounts) -> int | None:
+def _peak(record: Record, accounts: Accounts) -> tuple[int | None, PeakSource | None]:
     if accounts.memory_peak_bytes is not None:
-        return accounts.memory_peak_bytes
-    return record.ended.maxrss_bytes if record.ended is not None else None
+        return accounts.memory_peak_bytes, accounts.memory_peak_source
+    if record.ended is not None:
+        return record.ended.maxrss_bytes, PeakSource.LARGEST_PROCESS
+    return None, None
 
 
 def _first(*values: int | None) -> int | None:

@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from stockade.platform import proc
+from stockade.platform.cgroup import Group
 from stockade.sandbox.kill import Reach
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.verdict import format_bytes
@@ -19,6 +20,33 @@ from stockade.sandbox.verdict import format_bytes
 _SHORTEST_INTERVAL_S: Final = 0.05
 # Sampling may take at most this share of the spawner's time.
 _SHARE: Final = 0.1
+
+
+class Sampler(Protocol):
+    """Looks at a task again and again."""
+
+    memory_peak_bytes: int
+    processes_peak: int
+
+    def sample(self) -> str | None:
+        """Looks once. The evidence when memory_max is passed and nobody else acts on it."""
+
+
+@dataclasses.dataclass(slots=True)
+class PeakSampler:
+    """The most that a group used, on kernels before memory.peak (5.19) and pids.peak (6.1).
+
+    The limit is the kernel's to hold.
+    """
+
+    group: Group
+    memory_peak_bytes: int = 0
+    processes_peak: int = 0
+
+    def sample(self) -> None:
+        """Looks once."""
+        self.memory_peak_bytes = max(self.memory_peak_bytes, self.group.memory_current or 0)
+        self.processes_peak = max(self.processes_peak, self.group.pids_current or 0)
 
 
 @dataclasses.dataclass(slots=True)

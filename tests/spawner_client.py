@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import shutil
@@ -10,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stockade.platform import memfd, proc, sockets
 from stockade.platform.errors import StockadeError
@@ -44,6 +45,7 @@ class SpawnerClient:
         lifetime: Lifetime = Lifetime.LASTING,
         profile: Profile = Profile.PROCESS,
         view: View = WHOLE_VIEW,
+        **settings: Any,
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="stockade-test-"))
         self.home.chmod(0o711)
@@ -61,6 +63,7 @@ class SpawnerClient:
             lifetime=lifetime,
             view=view,
         )
+        self.settings = dataclasses.replace(self.settings, **settings)
         self.outputs: dict[int, int] = {}
         self.pids: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -162,9 +165,14 @@ class SpawnerClient:
         self.send(protocol.Acknowledge(seq))
         return outcome, output
 
-    def send_cancel(self, seq: int) -> None:
-        """Asks for a task's end."""
+    def cancel(self, seq: int) -> None:
         self.send(protocol.Cancel(seq))
+
+    def acknowledge(self, seq: int) -> None:
+        """Says that an outcome is safe, and forgets it."""
+        self.send(protocol.Acknowledge(seq))
+        del self.outcomes[seq]
+        self.output(seq)
 
     def output(self, seq: int) -> bytes:
         """What is in the output pipe now."""
@@ -183,6 +191,23 @@ class SpawnerClient:
 
     def record(self, seq: int) -> Path:
         return self.home / "run/spawner/record" / str(seq)
+
+    def send_list(self) -> protocol.Listed:
+        """The first page of the tasks that the spawner knows; ended ones are acknowledged."""
+        self.send(protocol.List(after=-1))
+        while not isinstance(message := self.receive(), protocol.Listed):
+            pass
+        for task in message.tasks:
+            if task.outcome is not None:
+                self.outcomes[task.seq] = task.outcome
+        return message
+
+    def send_finish(self) -> None:
+        """Has the spawner end, with its directories left as they are, and waits for its end."""
+        spawner = self.welcome.pid
+        self.send(protocol.Finish())
+        eventually(lambda: reap(spawner))
+        self.socket.close()
 
     def close(self) -> None:
         """Ends the spawner and checks that it left nothing."""

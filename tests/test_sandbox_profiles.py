@@ -69,7 +69,7 @@ class Tasks:
         try:
             return self.run(second)
         finally:
-            self.client.send_cancel(seq)
+            self.client.cancel(seq)
             self.client.wait_ended(seq)
 
     def _readable(self, seq: int) -> bool:
@@ -235,7 +235,7 @@ def test_tasks_cannot_signal_trace_or_look_at_each_other(make: Make, profile: Pr
     assert "BAD" not in printed
     assert "-1" in printed.split()
     assert os.path.exists(f"/proc/{pid}")
-    tasks.client.send_cancel(victim)
+    tasks.client.cancel(victim)
     assert tasks.end(victim)[0].status is Status.CANCELLED
 
 
@@ -397,7 +397,7 @@ def test_sigterm_reaches_the_task_in_its_pid_namespace(make: Make, profile: Prof
     seq = tasks.start("trap 'echo asked; exit 3' TERM; echo ready; while :; do sleep 0.05; done")
     tasks.client.wait_started(seq)
     eventually(lambda: os.read(tasks.client.outputs[seq], 100) if tasks._readable(seq) else b"")
-    tasks.client.send_cancel(seq)
+    tasks.client.cancel(seq)
     outcome, printed = tasks.end(seq)
     assert outcome.status is Status.CANCELLED
     assert "asked" in printed

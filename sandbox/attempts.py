@@ -1,0 +1,99 @@
+"""Starts that may be tried again: a group that was spoiled, or no process to spare just now.
+
+clone3 into a group fails with EBUSY when somebody enabled controllers for children of it, with
+ENOENT or ENODEV when somebody removed it, and with EAGAIN at pids.max of a group above, or when the
+host has no process to spare. Nothing of the task ran then, so a fresh slot is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from typing import Final
+
+from stockade.sandbox.protocol import Start
+from stockade.sandbox.starting import Request
+
+# Waits before the tries after the first. Another slot is the cure for all but EAGAIN, which time
+# cures if anything does.
+_AT_ONCE: Final = (0.0, 0.0)
+_PATIENT: Final = (0.05, 0.2, 0.8)
+_WAITS: Final = {
+    errno.EBUSY: _AT_ONCE,
+    errno.ENOENT: _AT_ONCE,
+    errno.ENODEV: _AT_ONCE,
+    errno.EAGAIN: _PATIENT,
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """A start that was not seen to run yet.
+
+    Attributes:
+        request: what came with it; its descriptors are our own copies.
+        tries: how often it failed so far.
+    """
+
+    start: Start
+    request: Request
+    tries: int = 0
+
+
+class Attempts:
+    """The starts under way, by seq."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[int, Attempt] = {}
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._attempts
+
+    def __bool__(self) -> bool:
+        return bool(self._attempts)
+
+    def begin(self, start: Start, request: Request) -> Attempt:
+        """Keeps the start until ``forget``.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        own: list[int] = []
+        try:
+            own.extend(os.dup(fd) for fd in request.stdio)
+        except OSError:
+            _close(own)
+            raise
+        attempt = Attempt(start, request._replace(stdio=own))
+        self._attempts[start.seq] = attempt
+        return attempt
+
+    def get(self, seq: int) -> Attempt | None:
+        """The start; None when it is known no more."""
+        return self._attempts.get(seq)
+
+    def wait_s(self, seq: int, failure: int | None) -> float | None:
+        """How long to wait before the next try after ``failure`` (an errno); None for no other."""
+        attempt = self._attempts.get(seq)
+        waits = _WAITS.get(failure or 0, ())
+        if attempt is None or attempt.tries >= len(waits):
+            return None
+        attempt.tries += 1
+        return waits[attempt.tries - 1]
+
+    def forget(self, seq: int) -> None:
+        """It runs, or never will."""
+        attempt = self._attempts.pop(seq, None)
+        if attempt is not None:
+            _close(attempt.request.stdio)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        for seq in list(self._attempts):
+            self.forget(seq)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
