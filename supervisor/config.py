@@ -31,9 +31,11 @@ from stockade.supervisor.config_values import (
     URLS,
     WORKER_ID,
     Kind,
+    ceiling,
     choice,
     count,
     limit,
+    percentage,
     seconds,
     size,
 )
@@ -81,6 +83,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         uid_max: last one.
         pool_min: slots that wait ready for tasks when nothing has happened for long.
         pool_max: most slots that may wait ready; 0 for none at all.
+        memory_max: bytes that all tasks together may use; also what their own limits may add up to.
+        cpu_quota: CPUs that all tasks together may use.
+        tasks_max: processes and threads of all tasks together.
+        pressure_memory: share of the last ten seconds in which all of the host's work waited for
+            memory; from there on nothing is started.
+        pressure_cpu: share of the last ten seconds in which some work waited for a CPU.
     """
 
     id: Annotated[str, WORKER_ID]
@@ -102,6 +110,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     uid_max: Annotated[int, count(1000, 2**32 - 3)]
     pool_min: Annotated[int, count(0, 1000)] = 2
     pool_max: Annotated[int, count(0, 1000)] = 16
+    memory_max: Annotated[int | None, ceiling("memory_max")] = None
+    cpu_quota: Annotated[float | None, ceiling("cpu_quota")] = None
+    tasks_max: Annotated[int | None, ceiling("tasks_max")] = None
+    pressure_memory: Annotated[float | None, percentage()] = 0.2
+    pressure_cpu: Annotated[float | None, percentage()] = None
     log_level: Annotated[LogLevel, choice(LogLevel)] = LogLevel.INFO
 
 

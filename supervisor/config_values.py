@@ -21,9 +21,11 @@ from stockade.supervisor.limits import format_limit, parse_limit
 from stockade.supervisor.listen import parse_address, parse_advertised
 from stockade.supervisor.quantities import (
     format_bytes,
+    format_quota,
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_quota,
     parse_seconds,
     shown,
 )
@@ -61,6 +63,24 @@ def seconds(least: float) -> Kind:
         return float(_in_range(parse_seconds(raw), raw, least, 2**31, format_seconds))
 
     return Kind(read, lambda value: quoted(format_seconds(value)))
+
+
+def ceiling(name: str) -> Kind:
+    """The value of limit ``name`` for all tasks together; unset for none."""
+    kind = limit(name)
+    return Kind(_optional(kind.read), kind.write)
+
+
+def percentage() -> Kind:
+    """A share of time from 0 to 1, written ``20%``; unset for none."""
+
+    def read(raw: object) -> float | None:
+        share = parse_quota(raw)
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"{shown(raw)} is not more than 0% and at most 100%")
+        return share
+
+    return Kind(_optional(read), lambda value: quoted(format_quota(value)))
 
 
 def size(least: int, most: int) -> Kind:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import structlog
 
+from stockade.supervisor.admission import Admission
 from stockade.supervisor.config import Config
 from stockade.supervisor.control import Control
 from stockade.supervisor.errors import SpawnerLostError
@@ -101,11 +102,15 @@ class Daemon:
         links: dict[str, Link] = {}
         reporter = Reporter(links, journal, config, outages)
         output = OutputStore(self._places.output, config.limits.output_max)
+        admission = Admission(config.worker)
+        # Before anything that an earlier life left in line can start.
+        admission.look(lambda: None)
         executor = Executor(
             journal=journal,
             output=output,
             reporter=reporter,
             planner=self._planner(),
+            admission=admission,
             max_concurrency=config.worker.max_concurrency,
             excerpt_bytes=config.report.excerpt,
         )
@@ -138,6 +143,10 @@ class Daemon:
             executor.drain()
             heartbeat.beat_now()
 
+        def pressure_changed() -> None:
+            executor.pressure_changed()
+            heartbeat.beat_now()
+
         client = SpawnerClient(
             self._spawner_socket, executor, software=importlib.metadata.version("stockade")
         )
@@ -147,7 +156,7 @@ class Daemon:
             executor=executor,
             intake=intake,
             output=output,
-            status=lambda: self._status(link, heartbeat, reporter),
+            status=lambda: self._status(link, heartbeat, reporter, executor),
             drain=drain,
         )
         await reporter.resume()
@@ -162,6 +171,7 @@ class Daemon:
             stack.push_async_callback(control.close)
             await control.start(control_socket)
             _background(stack, heartbeat.run())
+            _background(stack, admission.watch(pressure_changed))
             _background(stack, sweep_for_ever(journal, output, config.worker))
             log.info("ready", listen=str(link.bound), worker_id=config.worker.id)
             if not await self._until(self._stop_asked.wait(), connection):
@@ -233,7 +243,9 @@ class Daemon:
         if self._stop_requests > 1:
             self._hurry.set()
 
-    def _status(self, link: HttpLink, heartbeat: Heartbeat, reporter: Reporter) -> dict[str, Any]:
+    def _status(
+        self, link: HttpLink, heartbeat: Heartbeat, reporter: Reporter, executor: Executor
+    ) -> dict[str, Any]:
         undelivered, age_s = reporter.undelivered()
         return {
             "worker_id": self._config.worker.id,
@@ -243,6 +255,7 @@ class Daemon:
             "scheduler": link.scheduler,
             "registered": heartbeat.registered,
             "max_concurrency": self._config.worker.max_concurrency,
+            "pressure": executor.pressure,
             "undelivered_reports": undelivered,
             "undelivered_age_s": age_s,
         }

@@ -19,8 +19,10 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from stockade.platform.errors import StockadeError
+from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.protocol import Ended, Started, Welcome
+from stockade.supervisor.admission import Admission
 from stockade.supervisor.adoption import reconcile
 from stockade.supervisor.errors import JournalError, RejectedError, SpawnerLostError
 from stockade.supervisor.heartbeat import Load
@@ -58,6 +60,7 @@ class Executor:
         output: OutputStore,
         reporter: Reporter,
         planner: Planner,
+        admission: Admission,
         max_concurrency: int,
         excerpt_bytes: int,
     ) -> None:
@@ -65,6 +68,7 @@ class Executor:
         self._output = output
         self._reporter = reporter
         self._planner = planner
+        self._admission = admission
         self._max_concurrency = max_concurrency
         self._excerpt_bytes = excerpt_bytes
         self.client: SpawnerClient | None = None
@@ -89,7 +93,10 @@ class Executor:
         RUNNING holds a place for it, so that acceptance and start are one commit. Every claim is
         given to `submit` or `release`.
         """
-        if self.connected.is_set() and not self._stopping and not self._queue and self._has_place():
+        if self._admission.counts:
+            # What the task would be promised is not known here: it waits for its turn.
+            return State.ACCEPTED
+        if not self._queue and self._may_start(None):
             self._claims += 1
             return State.RUNNING
         return State.ACCEPTED
@@ -115,9 +122,18 @@ class Executor:
     def load(self) -> Load:
         """What the heartbeat tells: full while nothing new should come."""
         running = len(self._active)
-        full = self._draining or self.journal.fault is not None
+        full = self._draining or self.journal.fault is not None or bool(self.pressure)
         wanted = self._max_concurrency if full else running + self.waiting
         return Load(current_load=min(wanted, self._max_concurrency), running_tasks=running)
+
+    @property
+    def pressure(self) -> str:
+        """Why the host's pressure lets nothing start; empty when it does."""
+        return self._admission.pressure
+
+    def pressure_changed(self) -> None:
+        """Start what waited for the pressure's end, if that is what has changed."""
+        self._admit()
 
     @property
     def waiting(self) -> int:
@@ -141,6 +157,7 @@ class Executor:
             task.cancel_reason = "cancelled" if row.cancelled else ""
             with contextlib.suppress(RejectedError):
                 task.planned = self._planner.plan(row.dispatch)
+            self._admission.promise(task.seq, self._limits_of(task))
             if task.planned is None or isinstance(task.planned.plan, LoopPlan):
                 self.take_on(task)
                 task.end(lost("the worker was restarted while the task ran in it"))
@@ -154,6 +171,7 @@ class Executor:
         task.phase = Phase.QUEUED
         task.row = dataclasses.replace(task.row, state=State.ACCEPTED)
         self._active.discard(task)
+        self._admission.release(task.seq)
         self._queue.appendleft(task)
 
     def send(self, task: LiveTask) -> None:
@@ -283,19 +301,41 @@ class Executor:
         self._idle.clear()
         return task
 
-    def _has_place(self) -> bool:
-        return len(self._active) + self._claims < self._max_concurrency
+    def _may_start(self, limits: Limits | None) -> bool:
+        return (
+            self.connected.is_set()
+            and not self._stopping
+            and len(self._active) + self._claims < self._max_concurrency
+            and self._admission.has_room(limits)
+        )
+
+    def _limits_of(self, task: LiveTask) -> Limits | None:
+        """What the task may come to use; None when it uses nothing or will be refused."""
+        if not self._admission.counts:
+            return None
+        try:
+            planned = task.planned or self._planner.plan(task.row.dispatch)
+        except RejectedError:
+            return None
+        return None if isinstance(planned.plan, LoopPlan) else planned.limits
 
     def _admit(self) -> None:
-        while self._queue and self.connected.is_set() and not self._stopping and self._has_place():
-            task = self._queue.popleft()
-            if task.phase is Phase.QUEUED and not task.ended.done():
-                self._activate(task)
+        """Start what may start, first come, first served: none overtakes one that needs more."""
+        while self._queue:
+            task = self._queue[0]
+            if task.phase is not Phase.QUEUED or task.ended.done():
+                self._queue.popleft()
+                continue
+            if not self._may_start(self._limits_of(task)):
+                return
+            self._queue.popleft()
+            self._activate(task)
 
     def _activate(self, task: LiveTask) -> None:
         if task.phase is Phase.QUEUED:
             task.phase = Phase.UNSENT
         self._active.add(task)
+        self._admission.promise(task.seq, self._limits_of(task))
         self._spawn(self._run(task))
 
     def _spawn(self, life: Coroutine[Any, Any, None]) -> None:
@@ -368,6 +408,7 @@ class Executor:
         task.phase = Phase.ENDED
         task.packed = None
         self._active.discard(task)
+        self._admission.release(task.seq)
         self._admit()
         if task.output is not None:
             task.output.drain()

@@ -65,6 +65,8 @@ _MINIMUM: Final[dict[str, float]] = {
     "memory_high": MIB,
     "cpu_quota": 0.01,  # cpu.max takes no less than 1 ms in 100 ms
     "tasks_max": 1,
+    "io_read_bandwidth_max": 1024,
+    "io_write_bandwidth_max": 1024,
     "runtime_max": 0.001,
     "limit_nofile": 16,
 }

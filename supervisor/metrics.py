@@ -48,6 +48,11 @@ class Metrics(Collector):
             ("queued_tasks", "Tasks that wait for a place.", self._executor.waiting),
             ("current_load", "The load that heartbeats tell.", load.current_load),
             ("draining", "1 while draining.", int(self._executor.draining)),
+            (
+                "under_pressure",
+                "1 while pressure holds starts up.",
+                int(bool(self._executor.pressure)),
+            ),
             ("registered", "1 while the scheduler knows us.", int(self._heartbeat.registered)),
             ("journal_writable", "1 while it can be written.", int(self._journal.fault is None)),
             ("undelivered_reports", "Terminal reports that are owed.", undelivered),

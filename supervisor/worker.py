@@ -18,11 +18,12 @@ import structlog
 import uvloop
 
 from stockade.platform import prctl
-from stockade.sandbox import capabilities
+from stockade.sandbox import capabilities, oom_score
+from stockade.sandbox.limits import Ceilings
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
-from stockade.supervisor.config import Config, Loaded, OnUnsupported
+from stockade.supervisor.config import Config, Loaded, OnUnsupported, WorkerConfig
 from stockade.supervisor.control_socket import listen_control
 from stockade.supervisor.daemon import Daemon
 from stockade.supervisor.errors import ConfigError
@@ -66,6 +67,7 @@ def run_worker(loaded: Loaded) -> int:
     listeners = open_listeners(config.http.listen)
     token = "" if config.http.token_file is None else read_token(config.http.token_file)
     prctl.set_child_subreaper()
+    oom_score.protect_worker()
     as_root = os.geteuid() == 0
     spawner = start_spawner(
         SpawnerSettings(
@@ -77,6 +79,7 @@ def run_worker(loaded: Loaded) -> int:
             uid_min=config.worker.uid_min,
             uid_max=config.worker.uid_max,
             profile=config.profile.name,
+            ceilings=ceilings(config.worker),
             limits=config.limits,
             view=view,
             pool_min=config.worker.pool_min,
@@ -96,6 +99,11 @@ def run_worker(loaded: Loaded) -> int:
         config, places, Path(spawner.socket_path), token, task_uids, unavailable=unavailable
     )
     return uvloop.run(daemon.run(listeners, control))
+
+
+def ceilings(worker: WorkerConfig) -> Ceilings:
+    """What all tasks together may use."""
+    return Ceilings(worker.memory_max, worker.cpu_quota, worker.tasks_max)
 
 
 def view_of(loaded: Loaded) -> View:
@@ -125,8 +133,11 @@ def check_host(config: Config, view: View) -> dict[str, str]:
     Raises:
         ConfigError: something is missing and ``on_unsupported`` is ``refuse``.
     """
-    host = capabilities.probe()
-    missing = capabilities.missing(config.profile.name, config.limits, host, view)
+    host = capabilities.probe(str(config.worker.state_dir))
+    missing = (
+        *capabilities.missing(config.profile.name, config.limits, host, view),
+        *capabilities.missing_ceilings(ceilings(config.worker), host),
+    )
     refuse = config.worker.on_unsupported is OnUnsupported.REFUSE
     if missing and refuse:
         lines = [f"  {entry.feature}: {entry.why}; {entry.mend}" for entry in missing]

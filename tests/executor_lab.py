@@ -20,6 +20,8 @@ from stockade.sandbox.outcome import Outcome
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
+from stockade.supervisor.admission import Admission
+from stockade.supervisor.config_load import load
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.intake import Intake
@@ -79,13 +81,19 @@ class RecordingReporter:
 class Life:
     """One life of a supervisor: ends without a word, as a crash does, when the body returns."""
 
-    def __init__(self, lab: ExecutorLab, journal: Journal, max_concurrency: int) -> None:
+    def __init__(
+        self, lab: ExecutorLab, journal: Journal, max_concurrency: int, worker: dict[str, str]
+    ) -> None:
         self.journal = journal
         self.reporter = RecordingReporter()
         self.output = OutputStore(lab.place / "output", Limits().output_max)
         self.http = HttpTask(body_max=1000, redirects_max=3)
         types = (ShellTask(path="/usr/bin:/bin", lang="C.UTF-8", extra={}), self.http)
         reporter = cast(Reporter, self.reporter)
+        keys = {f"worker.{name}": value for name, value in worker.items()}
+        # Whatever else this machine does: no test waits for it unless it asks to.
+        keys = {"worker.pressure_memory": "", **keys}
+        self.admission = Admission(load(None, {}, keys).config.worker)
         self.executor = Executor(
             journal=journal,
             output=self.output,
@@ -97,6 +105,7 @@ class Life:
                 unavailable={},
                 task_types={task_type.name: task_type for task_type in types},
             ),
+            admission=self.admission,
             max_concurrency=max_concurrency,
             excerpt_bytes=1024,
         )
@@ -141,12 +150,14 @@ class ExecutorLab:
     def spawners(self) -> list[int]:
         return processes_that_name(f'"runtime_dir": "{self.settings.runtime_dir}"')
 
-    def live(self, body: Callable[[Life], Awaitable[None]], *, max_concurrency: int = 4) -> None:
-        """A life: recovers, connects, runs ``body``, crashes."""
+    def live(
+        self, body: Callable[[Life], Awaitable[None]], *, max_concurrency: int = 4, **worker: str
+    ) -> None:
+        """A life: recovers, connects, runs ``body``, crashes. ``worker``: keys of [worker]."""
 
         async def main() -> None:
             journal = await Journal.open(self.place / "journal.db")
-            life = Life(self, journal, max_concurrency)
+            life = Life(self, journal, max_concurrency, worker)
             assert life.executor.client is not None
             life.executor.recover(await journal.unfinished())
             connection = asyncio.create_task(life.executor.client.run())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
@@ -12,6 +14,7 @@ from stockade.sandbox import capabilities
 from stockade.sandbox.capabilities import HostCapabilities, Missing
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, needs
+from stockade.supervisor.admission import cpu_stall
 
 # Every limit set, so that whatever the host cannot enforce shows.
 _ALL: Final = Limits(
@@ -19,6 +22,8 @@ _ALL: Final = Limits(
     cpu_quota=1.0,
     cpu_weight=100,
     io_weight=100,
+    io_read_bandwidth_max=MIB,
+    io_write_bandwidth_max=MIB,
     limit_fsize=MIB,
     workdir_max=MIB,
     workdir_inodes_max=100,
@@ -30,17 +35,14 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """List what this host can enforce, what is missing and how to mend it."""
-    host = capabilities.probe()
+    host = capabilities.probe(tempfile.gettempdir())
     missing = {profile: capabilities.missing(profile, _ALL, host) for profile in Profile}
     if as_json:
         print(json.dumps(_as_json(host, missing)))
         return
     print(f"kernel {host.kernel}, {'root' if host.root else 'not root'}")
-    if host.cgroup_parent is None:
-        print(f"cgroup v2: none ({host.cgroup_reason})")
-    else:
-        controllers = ", ".join(sorted(host.controllers)) or "none"
-        print(f"cgroup v2: {host.cgroup_parent}, controllers: {controllers}")
+    for line in _cgroups(host):
+        print(line)
     for profile, entries in missing.items():
         lacking = {entry.feature: entry for entry in entries}
         print(f"\nprofile {profile}:")
@@ -51,6 +53,25 @@ def doctor(
                 print(f"         {entry.why}")
                 print(f"         instead: {entry.instead}")
                 print(f"         to mend: {entry.mend}")
+
+
+def _cgroups(host: HostCapabilities) -> Iterator[str]:
+    """Where the worker's tree would stand, and what it lacks there."""
+    if host.cgroup_parent is None:
+        yield f"cgroup v2: none ({host.cgroup_reason})"
+        yield f"  to mend: {host.cgroup_mend}"
+        return
+    how = "a scope of systemd in" if host.cgroup_scope else "a group made by hand in"
+    controllers = ", ".join(sorted(host.controllers)) or "none"
+    yield f"cgroup v2: {how} {host.cgroup_parent}, controllers: {controllers}"
+    for name, (why, mend) in host.lacks.items():
+        yield f"  no {name}: {why}"
+        yield f"     to mend: {mend}"
+    if cpu_stall() is None:
+        yield "pressure (PSI): not counted by this kernel, so starts are never held up for it"
+        yield "  to mend: boot with psi=1"
+    else:
+        yield "pressure (PSI): counted"
 
 
 def _features(profile: Profile) -> list[str]:

@@ -54,6 +54,8 @@ def ps(
         )
     if status["draining"]:
         print("draining", file=sys.stderr)
+    if status["pressure"]:
+        print(f"nothing is started: {status['pressure']}", file=sys.stderr)
     if status["journal_fault"]:
         print(f"cannot journal: {status['journal_fault']}", file=sys.stderr)
 

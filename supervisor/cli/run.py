@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -35,8 +36,9 @@ DEFAULT_LANG: Final = "C.UTF-8"
 # The fields of --json, in the order of the documentation; a report's extra fields are the same.
 JSON_FIELDS: Final = (
     "status", "error_code", "exit_code", "signal", "reason", "wall_s", "cpu_s", "cpu_user_s",
-    "cpu_system_s", "memory_peak_bytes", "processes_peak", "io_read_bytes", "io_write_bytes",
-    "output_bytes", "output_truncated", "profile", "degraded",
+    "cpu_system_s", "cpu_throttled_s", "memory_peak_bytes", "memory_peak_source",
+    "processes_peak", "io_read_bytes", "io_write_bytes", "stall_cpu_s", "stall_memory_s",
+    "stall_io_s", "output_bytes", "output_truncated", "profile", "degraded",
 )  # fmt: skip
 
 # An outcome that is not the command's own doing is told on stderr.
@@ -107,7 +109,9 @@ def _run(
         inaccessible_paths=_absolute(inaccessible_paths),
         private_network=private_network,
     )
-    missing = capabilities.missing(confined, in_force, capabilities.probe(), view)
+    missing = capabilities.missing(
+        confined, in_force, capabilities.probe(tempfile.gettempdir()), view
+    )
     if missing and on_unsupported != "degrade":
         raise UnsupportedError(missing[0].feature, f"{missing[0].why}; {missing[0].mend}")
     for note in notes:

@@ -111,10 +111,15 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float | None = None
     cpu_user_s: float | None = None
     cpu_system_s: float | None = None
+    cpu_throttled_s: float | None = None
     memory_peak_bytes: int | None = None
+    memory_peak_source: str | None = None
     processes_peak: int | None = None
     io_read_bytes: int | None = None
     io_write_bytes: int | None = None
+    stall_cpu_s: float | None = None
+    stall_memory_s: float | None = None
+    stall_io_s: float | None = None
     output_bytes: int | None = None
     output_truncated: bool = False
     profile: str | None = None
