@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -19,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -136,7 +138,17 @@ class Bench:
         return count / (time.perf_counter() - began)
 
 
-async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:
+class Running(NamedTuple):
+    """A worker of its own with a scheduler, for the time of a benchmark."""
+
+    bench: Bench
+    pid: int
+    id: str
+    runtime_dir: Path
+
+
+@contextlib.asynccontextmanager
+async def running_worker(in_flight: int) -> AsyncIterator[Running]:
     scheduler = Scheduler()
     url = await scheduler.start()
     place = Path(tempfile.mkdtemp(prefix="stockade-bench-"))
@@ -159,22 +171,28 @@ async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:
         worker_url = await asyncio.wait_for(scheduler.worker, DEADLINE_S)
         async with aiohttp.ClientSession() as session:
             bench = Bench(session, scheduler, worker_url)
-            for _ in range(20):
-                await bench.task()
-                bare_s()
-            tasks, bare = [], []
-            for _ in range(repetitions):
-                bare.append(bare_s())
-                tasks.append(await bench.task())
-            rates: dict[str, list[float]] = {"bare": [], "worker": []}
-            for _ in range(3):
-                rates["bare"].append(await bare_rate(repetitions))
-                rates["worker"].append(await bench.rate(repetitions, in_flight))
+            yield Running(bench, worker.pid, place.name, place / "run")
     finally:
         worker.terminate()
         worker.wait()
         await scheduler.stop()
         shutil.rmtree(place)
+
+
+async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:
+    async with running_worker(in_flight) as running:
+        bench = running.bench
+        for _ in range(20):
+            await bench.task()
+            bare_s()
+        tasks, bare = [], []
+        for _ in range(repetitions):
+            bare.append(bare_s())
+            tasks.append(await bench.task())
+        rates: dict[str, list[float]] = {"bare": [], "worker": []}
+        for _ in range(3):
+            rates["bare"].append(await bare_rate(repetitions))
+            rates["worker"].append(await bench.rate(repetitions, in_flight))
     return {
         "one_at_a_time": {
             "repetitions": repetitions,
