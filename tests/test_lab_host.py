@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,15 @@ def client() -> Iterator[SpawnerClient]:
     client = SpawnerClient()
     yield client
     client.close()
+
+
+def tree_of(client: SpawnerClient) -> Path:
+    """The worker's own group."""
+    mount, group = cgroup.find_mount(), cgroup.group_of(client.welcome.pid)
+    assert mount is not None
+    assert group is not None
+    assert group.endswith(f"/stockade-{client.settings.worker_id}.scope/spawner")
+    return mount.joinpath(group.lstrip("/")).parent
 
 
 def test_every_controller_is_used(client: SpawnerClient) -> None:
@@ -137,9 +145,7 @@ done; mkdir $group/more 2>/dev/null && echo made; echo end"""
 def test_groups_do_not_pile_up(client: SpawnerClient) -> None:
     for seq in range(1, 31):
         client.run(seq, "sleep 45678 &")
-    mount = cgroup.find_mount()
-    assert mount is not None
-    tasks = Path(os.fsdecode(mount)) / f"stockade-{client.settings.worker_id}.scope/tasks"
+    tasks = tree_of(client) / "tasks"
     # What stays are the slots that wait ready.
     eventually(lambda: sum(path.is_dir() for path in tasks.iterdir()) <= client.settings.pool_max)
     assert not lives("45678")

@@ -200,6 +200,8 @@ class WorkerProcess:
         eventually(lambda: not any(proc.processes_of_uid(uid) for uid in left))
         mount = cgroup.find_mount()
         if mount is not None:
-            assert not list(Path(os.fsdecode(mount)).glob(f"**/*{self.id}*"))
+            # A scope is systemd's to remove, moments after its last process.
+            root = Path(os.fsdecode(mount))
+            eventually(lambda: not list(root.glob(f"**/*{self.id}*")))
         for directory in ("state/work", "run/spawner/record", "run/spawner/output"):
             assert os.listdir(self.place / directory) == [], directory
