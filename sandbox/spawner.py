@@ -157,9 +157,11 @@ class Spawner:
             self._finishing = True
             self._attempts.clear()
             for task in list(self.tasks.values()):
-                task.kill(Cause.CANCELLED, "cancelled: the supervisor is gone")
                 if task.phase is Phase.OVER:
                     self._forget(task)
+                else:
+                    # Over at once, or later: it is forgotten by task_over.
+                    task.kill(Cause.CANCELLED, "cancelled: the supervisor is gone")
         self._check_idle()
 
     def _received(self, connection: Connection, message: protocol.Message, fds: list[int]) -> None:
