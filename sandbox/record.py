@@ -15,6 +15,7 @@ A record is removed when the supervisor has acknowledged the outcome.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
@@ -114,7 +115,14 @@ def parse(content: bytes) -> Record:
         ValueError: a complete line is not one of ours.
     """
     record = Record()
-    for line in content.split(b"\n")[:-1]:
+    _take(record, content)
+    return record
+
+
+def _take(record: Record, content: bytes) -> int:
+    """Adds what complete lines say; how many bytes they are."""
+    lines = content.split(b"\n")
+    for line in lines[:-1]:
         word, _, rest = line.decode("utf-8", "replace").partition(" ")
         match word:
             case "slot":
@@ -136,7 +144,7 @@ def parse(content: bytes) -> Record:
                 record.outcome = Outcome.from_json(json.loads(rest))
             case _:
                 raise ValueError(f"cannot read a record: unknown line {line[:80]!r}")
-    return record
+    return len(content) - len(lines[-1])
 
 
 def _ended(rest: str) -> EndedLine:
@@ -161,6 +169,9 @@ class RecordFile:
     def __init__(self, directory_fd: int, seq: int, flags: int) -> None:
         self.seq = seq
         self._directory_fd = directory_fd
+        # What was read so far. Lines are only ever added.
+        self._record = Record()
+        self._offset = 0
         self.fd = os.open(
             str(seq), os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600,
             dir_fd=directory_fd,
@@ -182,7 +193,8 @@ class RecordFile:
 
     def read(self) -> Record:
         """What it says now."""
-        return parse(os.pread(self.fd, 1 << 20, 0))
+        self._offset += _take(self._record, os.pread(self.fd, 1 << 20, self._offset))
+        return copy.copy(self._record)
 
     def append_slot(self, slot: SlotRecord) -> None:
         self._append("slot", json.dumps(dataclasses.asdict(slot)))
