@@ -20,7 +20,7 @@ from stockade.sandbox.delegation import find_delegation
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.places import generations
 from stockade.sandbox.settings import SpawnerSettings
-from stockade.sandbox.systemd import Manager, service_of
+from stockade.sandbox.systemd import Manager
 from stockade.sandbox.tree import group_name
 
 # Also the longest that a scope of an earlier life is waited for.
@@ -83,7 +83,7 @@ def _start_in_scope(settings: SpawnerSettings, manager: Manager) -> dict[str, An
     """One try: in a scope that is made for it, or in the one that tasks keep alive."""
     unit = group_name(settings.worker_id)
     answer = _start(
-        settings, manager.scope_command(unit, service_of(cgroup.own_group())), [], manager
+        settings, manager.scope_command(unit, manager.service_of(cgroup.own_group())), [], manager
     )
     if "refused" not in answer:
         return answer

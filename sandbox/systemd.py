@@ -69,6 +69,14 @@ class Manager:
         table = dict(line.split("=", 1) for line in found.stdout.splitlines() if "=" in line)
         return table.get("ActiveState", "inactive"), table.get("ControlGroup", "")
 
+    def service_of(self, group: str) -> str | None:
+        """The service of this systemd that a group (its path) belongs to; None for a login, say."""
+        services = [name for name in group.split("/") if name.endswith(".service")]
+        if self.runtime_dir is not None:
+            # A user's systemd is itself a service of the system's.
+            services = [name for name in services if not name.startswith("user@")]
+        return services[0] if services else None
+
     def _scope_of(self) -> list[str]:
         return [] if self.runtime_dir is None else ["--user"]
 
@@ -94,8 +102,3 @@ def find_manager() -> tuple[Manager | None, str, str]:
             f"as root: loginctl enable-linger {uid}; then set XDG_RUNTIME_DIR=/run/user/{uid}",
         )
     return Manager(runtime_dir), "", ""
-
-
-def service_of(group: str) -> str | None:
-    """The service that a group (its path below the mount) belongs to; None for a login, say."""
-    return next((name for name in group.split("/") if name.endswith(".service")), None)
