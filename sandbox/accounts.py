@@ -57,6 +57,7 @@ def read_accounts(
         stall_memory_s=_stall(lambda: task.memory_pressure),
         stall_io_s=_stall(lambda: task.io_pressure),
         oom_kills=memory.get("oom_kill", 0),
+        oom_group_kills=memory.get("oom_group_kill", 0),
         own_memory_hits=memory.get("oom", 0),
         ceiling_memory_hits=after.memory - before.memory,
         tasks_max_hits=pids.get("max", 0),

@@ -44,7 +44,8 @@ class Accounts:
         cpu_periods: periods of cpu.max in which the task ran.
         cpu_periods_throttled: those of them in which its quota ran out.
         stall_cpu_s: time in which some process of the task waited for a CPU (PSI); so the others.
-        oom_kills: processes of the task that any OOM killer took.
+        oom_kills: processes of the task that any OOM killer took, as the kernel counts them.
+        oom_group_kills: how often it took all of the task's at once (Linux 5.17).
         own_memory_hits: how often the task's own memory_max was why.
         ceiling_memory_hits: how often the worker's was, while the task ran.
         tasks_max_hits: forks that were refused.
@@ -65,6 +66,7 @@ class Accounts:
     stall_memory_s: float | None = None
     stall_io_s: float | None = None
     oom_kills: int = 0
+    oom_group_kills: int = 0
     own_memory_hits: int = 0
     ceiling_memory_hits: int = 0
     tasks_max_hits: int = 0
@@ -186,7 +188,7 @@ def _hits(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> str:
         text += f"; {_tasks_limit(accounts, limits, ceilings)} was reached {_times(refused)}"
     if accounts.oom_kills:
         which = _memory_limit(accounts, limits, ceilings)
-        text += f"; {which}, and {_processes(accounts.oom_kills)} of the task killed"
+        text += f"; {which}, and {_victims(accounts)} of the task killed"
     return text
 
 
@@ -227,12 +229,15 @@ def _out_of_memory(accounts: Accounts, limits: Limits, ceilings: Ceilings) -> st
     shown = "" if peak is None else f"peak {format_bytes(peak)}, "
     if accounts.memory_peak_source is PeakSource.SAMPLED:
         shown = f"sampled {shown}"
-    victims = _processes(accounts.oom_kills)
+    victims = _victims(accounts)
     which = _memory_limit(accounts, limits, ceilings)
     return f"killed: {which} ({shown}{victims}, memory.events)"
 
 
-def _processes(count: int) -> str:
+def _victims(accounts: Accounts) -> str:
+    # A kill of the whole group counts the process that it chose first once more, as one of the
+    # group (mm/oom_kill.c, oom_kill_process).
+    count = max(1, accounts.oom_kills - accounts.oom_group_kills)
     return "1 process" if count == 1 else f"{count} processes"
 
 

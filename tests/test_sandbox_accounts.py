@@ -46,7 +46,8 @@ def test_all_of_it_is_read(tmp_path: Path) -> None:
         cpu_user_s=2.0, cpu_system_s=1.0, cpu_throttled_s=0.25, cpu_periods=10,
         cpu_periods_throttled=4, memory_peak_bytes=64 * MIB, memory_peak_source=PeakSource.KERNEL,
         processes_peak=9, io_read_bytes=101, io_write_bytes=202, stall_cpu_s=1.5,
-        stall_memory_s=1.5, stall_io_s=1.5, oom_kills=2, own_memory_hits=1, tasks_max_hits=3,
+        stall_memory_s=1.5, stall_io_s=1.5, oom_kills=2, oom_group_kills=1, own_memory_hits=1,
+        tasks_max_hits=3,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ def outcome(
 
 
 OOM = Accounts(
-    oom_kills=3,
+    oom_kills=4,
+    oom_group_kills=1,
     own_memory_hits=1,
     memory_peak_bytes=256 * MIB,
     memory_peak_source=PeakSource.KERNEL,
@@ -53,7 +54,7 @@ def test_own_memory_limit_is_told_with_limit_peak_and_victims() -> None:
 
 
 def test_a_sampled_peak_is_called_one() -> None:
-    accounts = dataclasses.replace(OOM, oom_kills=1, memory_peak_source=PeakSource.SAMPLED)
+    accounts = dataclasses.replace(OOM, oom_kills=2, memory_peak_source=PeakSource.SAMPLED)
     found = outcome(KILLED, accounts)
     assert "(sampled peak 256M, 1 process, memory.events)" in found.reason
     assert found.memory_peak_source == "sampled"
@@ -87,7 +88,7 @@ def test_our_own_kill_is_never_called_one_from_outside() -> None:
 
 
 def test_victims_of_a_task_that_went_on_are_told_when_it_fails() -> None:
-    found = outcome(EXIT_3, dataclasses.replace(OOM, oom_kills=1))
+    found = outcome(EXIT_3, dataclasses.replace(OOM, oom_kills=1, oom_group_kills=0))
     assert found.error_code is ErrorCode.EXECUTE_FAILED
     assert (
         found.reason == "exit status 3; memory_max 256M reached, and 1 process of the task killed"
