@@ -17,11 +17,13 @@ import msgspec
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.profiles import Profile
 from stockade.supervisor.config_values import (
-    ADDRESS,
     ADVERTISED,
     ENVIRONMENT,
+    GRPC_ADDRESS,
+    GRPC_ADDRESSES,
     LABELS,
     NETWORKS,
+    OPTIONAL_ADDRESS,
     OPTIONAL_PATH,
     PATH,
     PATHS,
@@ -35,6 +37,7 @@ from stockade.supervisor.config_values import (
     choice,
     count,
     limit,
+    optional,
     percentage,
     seconds,
     size,
@@ -52,9 +55,10 @@ class OnUnsupported(enum.StrEnum):
 
 
 class Protocol(enum.StrEnum):
-    """The link that the worker registers with."""
+    """A link that the worker registers over."""
 
     HTTP = "http"
+    GRPC = "grpc"
 
 
 class Dialect(enum.StrEnum):
@@ -81,6 +85,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         user: whom the supervisor becomes when started as root.
         uid_min: first uid of the range that tasks run as when the worker was started as root.
         uid_max: last one.
+        protocol: the one link to register over; None: each link registers with its scheduler.
         pool_min: slots that wait ready for tasks when nothing has happened for long.
         pool_max: most slots that may wait ready; 0 for none at all.
         memory_max: bytes that all tasks together may use; also what their own limits may add up to.
@@ -101,9 +106,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     on_unsupported: Annotated[OnUnsupported, choice(OnUnsupported)] = OnUnsupported.REFUSE
     dedup_ttl: Annotated[float, seconds(0)] = 300.0
     dedup_sweep: Annotated[float, seconds(0.01)] = 30.0
-    protocol: Annotated[Protocol, choice(Protocol, grpc="this version has no grpc link")] = (
-        Protocol.HTTP
-    )
+    protocol: Annotated[Protocol | None, optional(choice(Protocol))] = None
     # A range that no distribution's tools hand out (systemd's documentation, UIDS-GIDS.md, calls
     # 0x70000000 up to 0x7fffffff unused).
     uid_min: Annotated[int, count(1000, 2**32 - 3)] = 0x70000000
@@ -136,25 +139,51 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
     private_network: Annotated[bool, SWITCH] = False
 
 
-class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``[http]``, the link.
+class LinkConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the section of each link has. A link runs if ``listen`` or ``scheduler`` is set.
 
     Attributes:
-        listen: ``host:port`` or ``[IPv6]:port``; port 0 is any free one.
+        listen: ``host:port`` or ``[IPv6]:port``; port 0 is any free one; None: it only calls.
         advertise: ``host`` or ``host:port`` that the scheduler is told; None: found by itself.
-        scheduler: base URL without a slash at its end; None: no scheduler, only listen.
-        allow_schedulers: base URLs that a dispatch may name; empty: the configured one.
+        scheduler: where it is; None: no scheduler, only listen.
+        allow_schedulers: further ones that a dispatch may name.
         token_file: file with the bearer token, for both directions.
+        tls_cert: our certificate, PEM: the listener then takes TLS only; None: plain.
+        tls_key: its private key, PEM.
+        tls_ca: authorities of the scheduler's certificate, PEM; None: the system's.
+        tls_client_ca: authorities that callers must show a certificate of; None: none asked for.
         allow_networks: networks, as ``10.0.0.0/8``, that callers may be in; empty: any.
     """
 
-    listen: Annotated[str, ADDRESS] = "127.0.0.1:8081"
+    listen: Annotated[str | None, OPTIONAL_ADDRESS] = None
     advertise: Annotated[str | None, ADVERTISED] = None
     scheduler: Annotated[str | None, URL] = None
     allow_schedulers: Annotated[tuple[str, ...], URLS] = ()
     heartbeat_interval: Annotated[float, seconds(0.01)] = 10.0
     token_file: Annotated[Path | None, OPTIONAL_PATH] = None
+    tls_cert: Annotated[Path | None, OPTIONAL_PATH] = None
+    tls_key: Annotated[Path | None, OPTIONAL_PATH] = None
+    tls_ca: Annotated[Path | None, OPTIONAL_PATH] = None
+    tls_client_ca: Annotated[Path | None, OPTIONAL_PATH] = None
     allow_networks: Annotated[tuple[str, ...], NETWORKS] = ()
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is this link."""
+        return self.listen is not None or self.scheduler is not None
+
+
+class HttpConfig(LinkConfig, frozen=True, kw_only=True):
+    """``[http]``: schedulers are base URLs without a slash at their end."""
+
+    listen: Annotated[str | None, OPTIONAL_ADDRESS] = "127.0.0.1:8081"
+
+
+class GrpcConfig(LinkConfig, frozen=True, kw_only=True):
+    """``[grpc]``: schedulers are ``host:port``, or ``https://host:port`` for TLS."""
+
+    scheduler: Annotated[str | None, GRPC_ADDRESS] = None
+    allow_schedulers: Annotated[tuple[str, ...], GRPC_ADDRESSES] = ()
 
 
 class ReportConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,9 +238,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     limits_max: Limits
     http: HttpConfig
+    grpc: GrpcConfig
     report: ReportConfig
     task_shell: ShellConfig
     task_http: HttpTaskConfig
+
+    @property
+    def links(self) -> dict[str, LinkConfig]:
+        """The sections of the links that run, by name."""
+        return {
+            name: section
+            for name, section in (("http", self.http), ("grpc", self.grpc))
+            if section.runs
+        }
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +275,7 @@ SECTIONS: Final[dict[str, type]] = {
     "limits": Limits,
     "limits.max": Limits,
     "http": HttpConfig,
+    "grpc": GrpcConfig,
     "report": ReportConfig,
     "task.shell": ShellConfig,
     "task.http": HttpTaskConfig,

@@ -32,13 +32,13 @@ DEFAULT: Final = "default"
 
 ALIASES: Final = {
     "APP_HTTP_ADDR": "http.listen",
+    "APP_GRPC_ADDR": "grpc.listen",
     "SCHEDULER_URL": "http.scheduler",
+    "SCHEDULER_GRPC_ADDR": "grpc.scheduler",
     "WORKER_ID": "worker.id",
     "INTERNAL_PROTOCOL": "worker.protocol",
 }
 """The Go worker's environment variables, and the keys they set."""
-
-GRPC_ALIASES: Final = ("APP_GRPC_ADDR", "SCHEDULER_GRPC_ADDR")
 
 _BY_ENVIRONMENT: Final = {key.environment: key for key in KEYS.values()}
 _UIDS: Final = 65_535
@@ -82,9 +82,7 @@ def load(
     config = _build(values)
     problems, warnings = check(config)
     _stop_at(problems)
-    return Loaded(
-        config=config, sources=sources, file=path, warnings=(*_ignored(environ), *warnings)
-    )
+    return Loaded(config=config, sources=sources, file=path, warnings=tuple(warnings))
 
 
 def _stop_at(problems: list[str]) -> None:
@@ -238,15 +236,8 @@ def _build(values: Mapping[str, Any]) -> Config:
         limits=limits,
         limits_max=sections["limits.max"],
         http=sections["http"],
+        grpc=sections["grpc"],
         report=sections["report"],
         task_shell=sections["task.shell"],
         task_http=sections["task.http"],
     )
-
-
-def _ignored(environ: Mapping[str, str]) -> list[str]:
-    return [
-        f"environment variable {name} is ignored: this version has no grpc link"
-        for name in GRPC_ALIASES
-        if environ.get(name)
-    ]

@@ -92,6 +92,11 @@ def size(least: int, most: int) -> Kind:
     return Kind(read, lambda value: quoted(format_bytes(value)))
 
 
+def optional(kind: Kind) -> Kind:
+    """That kind, or None for an empty text."""
+    return Kind(_optional(kind.read), kind.write)
+
+
 def choice(choices: type[enum.StrEnum], **unavailable: str) -> Kind:
     """One of an enumeration's texts; ``unavailable`` says why others, by name, are not taken."""
 
@@ -212,6 +217,18 @@ def _read_url(raw: object) -> str:
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
+def _read_grpc_address(raw: object) -> str:
+    text = _line(raw)
+    scheme, separator, rest = text.rpartition("://")
+    if separator and scheme.lower() not in {"http", "https"}:
+        raise ValueError(f"{shown(scheme)} is not a scheme; write host:port, or https://host:port")
+    address = parse_address(rest.rstrip("/"))
+    if rest.startswith(":") or address.port == 0:
+        raise ValueError('it is not an address such as "scheduler.example:9090"')
+    # Plain text is the default, as in the calls of every gRPC library.
+    return f"https://{address}".lower() if scheme.lower() == "https" else str(address).lower()
+
+
 def _read_network(raw: object) -> str:
     text = _line(raw)
     try:
@@ -286,7 +303,9 @@ TEXT: Final = Kind(_line, quoted)
 PATH: Final = Kind(_read_path, lambda path: quoted(str(path)))
 OPTIONAL_PATH: Final = Kind(_optional(_read_path), lambda path: quoted(str(path)))
 WORKER_ID: Final = Kind(_read_worker_id, quoted)
-ADDRESS: Final = Kind(lambda raw: str(parse_address(_line(raw))), quoted)
+OPTIONAL_ADDRESS: Final = Kind(_optional(lambda raw: str(parse_address(_line(raw)))), quoted)
+GRPC_ADDRESS: Final = Kind(_optional(_read_grpc_address), quoted)
+GRPC_ADDRESSES: Final = _list(_read_grpc_address)
 URL: Final = Kind(_optional(_read_url), quoted)
 URLS: Final = _list(_read_url)
 NETWORKS: Final = _list(_read_network)

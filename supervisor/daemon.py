@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +20,11 @@ from stockade.supervisor.control import Control
 from stockade.supervisor.errors import SpawnerLostError
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.heartbeat import Heartbeat
-from stockade.supervisor.intake import Intake
+from stockade.supervisor.intake import Intake, Schedulers
 from stockade.supervisor.journal import Journal
-from stockade.supervisor.links.http import HttpLink
 from stockade.supervisor.links.link import Link
+from stockade.supervisor.links.running import make_links, registering
+from stockade.supervisor.links.two_way import Credentials, TwoWayLink
 from stockade.supervisor.metrics import Metrics
 from stockade.supervisor.outages import Outages
 from stockade.supervisor.output import OutputStore
@@ -53,7 +54,7 @@ class Daemon:
         config: Config,
         places: WorkerPlaces,
         spawner_socket: Path,
-        token: str,
+        credentials: Mapping[str, Credentials],
         task_uids: range | None,
         *,
         unavailable: Mapping[str, str],
@@ -61,7 +62,7 @@ class Daemon:
         self._config = config
         self._places = places
         self._spawner_socket = spawner_socket
-        self._token = token
+        self._credentials = credentials
         self._task_uids = task_uids
         self._unavailable = unavailable
         self._task_types: dict[str, TaskType] = {
@@ -82,7 +83,9 @@ class Daemon:
         self._stop_asked = asyncio.Event()
         self._hurry = asyncio.Event()
 
-    async def run(self, listeners: list[socket.socket], control_socket: socket.socket) -> int:
+    async def run(
+        self, listeners: Mapping[str, Sequence[socket.socket]], control_socket: socket.socket
+    ) -> int:
         self._watch_signals()
         journal = await Journal.open(self._places.journal)
         if journal.damaged is not None:
@@ -95,7 +98,10 @@ class Daemon:
             await journal.close()
 
     async def _run(
-        self, journal: Journal, listeners: list[socket.socket], control_socket: socket.socket
+        self,
+        journal: Journal,
+        listeners: Mapping[str, Sequence[socket.socket]],
+        control_socket: socket.socket,
     ) -> int:
         config = self._config
         outages = Outages()
@@ -114,38 +120,50 @@ class Daemon:
             max_concurrency=config.worker.max_concurrency,
             excerpt_bytes=config.report.excerpt,
         )
-        scheduler = config.http.scheduler or ""
         intake = Intake(
             journal=journal,
             executor=executor,
             reporter=reporter,
-            scheduler=scheduler,
-            allowed=frozenset(config.http.allow_schedulers),
+            schedulers={
+                name: Schedulers(link.scheduler or "", frozenset(link.allow_schedulers))
+                for name, link in config.links.items()
+            },
         )
-        link = HttpLink(
+        running = make_links(
             config,
             intake,
-            metrics=lambda: metrics.text(),  # noqa: PLW0108 -- they come after the link
-            token=self._token,
+            metrics=lambda: metrics.text(),  # noqa: PLW0108 -- they come after the links
+            credentials=self._credentials,
             task_uids=self._task_uids,
         )
-        links[link.name] = link
-        heartbeat = Heartbeat(link, config, executor.load, outages)
+        links.update(running)
+        heartbeats = {
+            link.name: Heartbeat(
+                link,
+                config,
+                executor.load,
+                outages,
+                others=[other for other in running.values() if other is not link],
+            )
+            for link in registering(config, running)
+        }
         metrics = Metrics(
             executor=executor,
             journal=journal,
             reporter=reporter,
-            heartbeat=heartbeat,
+            heartbeats=heartbeats,
             max_concurrency=config.worker.max_concurrency,
         )
 
         def drain() -> None:
             executor.drain()
-            heartbeat.beat_now()
+            for heartbeat in heartbeats.values():
+                heartbeat.beat_now()
 
         def pressure_changed() -> None:
             executor.pressure_changed()
-            heartbeat.beat_now()
+            for heartbeat in heartbeats.values():
+                heartbeat.beat_now()
 
         client = SpawnerClient(
             self._spawner_socket, executor, software=importlib.metadata.version("stockade")
@@ -156,29 +174,34 @@ class Daemon:
             executor=executor,
             intake=intake,
             output=output,
-            status=lambda: self._status(link, heartbeat, reporter, executor),
+            status=lambda: self._status(running, heartbeats, reporter, executor),
             drain=drain,
         )
         await reporter.resume()
         executor.recover(await journal.unfinished())
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(reporter.close)
-            stack.push_async_callback(link.close)
+            for link in running.values():
+                stack.push_async_callback(link.close)
             connection = _background(stack, client.run())
             if not await self._until(executor.connected.wait(), connection):
                 return EXIT_NO_SPAWNER
-            await link.start(listeners)
+            for link in running.values():
+                await link.start(listeners[link.name])
             stack.push_async_callback(control.close)
             await control.start(control_socket)
-            _background(stack, heartbeat.run())
+            for heartbeat in heartbeats.values():
+                _background(stack, heartbeat.run())
             _background(stack, admission.watch(pressure_changed))
             _background(stack, sweep_for_ever(journal, output, config.worker))
-            log.info("ready", listen=str(link.bound), worker_id=config.worker.id)
+            bound = {name: str(link.bound) for name, link in running.items() if link.bound}
+            log.info("ready", listen=bound, worker_id=config.worker.id)
             if not await self._until(self._stop_asked.wait(), connection):
                 return EXIT_NO_SPAWNER
             drain()
             await self._let_tasks_end(executor, connection)
-            await link.stop_listening()
+            for link in running.values():
+                await link.stop_listening()
             if not await reporter.flush(FLUSH_S):
                 log.warning("reports are left for the next start", count=reporter.undelivered()[0])
             client.finish()
@@ -244,16 +267,25 @@ class Daemon:
             self._hurry.set()
 
     def _status(
-        self, link: HttpLink, heartbeat: Heartbeat, reporter: Reporter, executor: Executor
+        self,
+        links: Mapping[str, TwoWayLink],
+        heartbeats: Mapping[str, Heartbeat],
+        reporter: Reporter,
+        executor: Executor,
     ) -> dict[str, Any]:
         undelivered, age_s = reporter.undelivered()
         return {
             "worker_id": self._config.worker.id,
             "version": importlib.metadata.version("stockade"),
             "pid": os.getpid(),
-            "listen": str(link.bound),
-            "scheduler": link.scheduler,
-            "registered": heartbeat.registered,
+            "links": {
+                name: {
+                    "listen": str(link.bound) if link.bound else None,
+                    "scheduler": link.scheduler or None,
+                    "registered": name in heartbeats and heartbeats[name].registered,
+                }
+                for name, link in links.items()
+            },
             "max_concurrency": self._config.worker.max_concurrency,
             "pressure": executor.pressure,
             "undelivered_reports": undelivered,

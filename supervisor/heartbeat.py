@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import structlog
 
 from stockade.supervisor.backoff import backoff_s
 from stockade.supervisor.config import Config
-from stockade.supervisor.links.link import Link, Reply, ReplyKind
+from stockade.supervisor.links.link import Link, Reply, ReplyKind, joined
 from stockade.supervisor.outages import Outages
 from stockade.supervisor.wire.messages import HeartbeatRequest, RegisterRequest
 
@@ -31,22 +31,29 @@ class Load:
 
 
 class Heartbeat:
-    """Registers, then beats every ``[http] heartbeat_interval`` on the monotonic clock, for ever.
+    """Registers, then beats at the link's interval on the monotonic clock, for ever.
 
     Args:
         link: the link that the worker registers over.
         config: who the worker is.
         load: asked before each beat.
         outages: shared with the reporter, so that one outage is one line in the log.
+        others: the worker's other links, of whose addresses the scheduler is told too.
     """
 
     def __init__(
-        self, link: Link, config: Config, load: Callable[[], Load], outages: Outages
+        self,
+        link: Link,
+        config: Config,
+        load: Callable[[], Load],
+        outages: Outages,
+        others: Iterable[Link] = (),
     ) -> None:
         self._link = link
+        self._others = tuple(others)
         self._worker = config.worker
         self._report = config.report
-        self._interval_s = config.http.heartbeat_interval
+        self._interval_s = link.heartbeat_interval_s
         self._load = load
         self._outage = outages.of(link.scheduler)
         self._hurry = asyncio.Event()
@@ -115,7 +122,7 @@ class Heartbeat:
         return reply
 
     async def _register(self) -> Reply:
-        where = await self._link.advertised()
+        where = joined([await link.advertised() for link in (self._link, *self._others)])
         return await self._link.register(
             RegisterRequest(
                 worker_id=self._worker.id,

@@ -7,7 +7,9 @@ commit. Nothing is refused for being busy: a scheduler may never send it again.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import structlog
@@ -17,6 +19,7 @@ from stockade.supervisor.errors import JournalError, RejectedError, Rejection
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.journal import Journal
 from stockade.supervisor.links.link import checked_instance_id
+from stockade.supervisor.outages import LineLimit
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.states import UNFINISHED
 from stockade.supervisor.wire.messages import ExecuteRequest
@@ -24,14 +27,27 @@ from stockade.supervisor.wire.messages import ExecuteRequest
 log = structlog.get_logger(__name__)
 
 CANCELLED: Final = "cancelled"
+OTHER_SCHEDULER_LINE_S: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedulers:
+    """Who gets the reports of one link's dispatches.
+
+    Attributes:
+        configured: gets those of a dispatch that names none, or one that is not allowed.
+        allowed: those that a dispatch may name.
+    """
+
+    configured: str
+    allowed: frozenset[str] = frozenset()
 
 
 class Intake:
     """Takes what the links bring.
 
     Args:
-        scheduler: gets the reports of a dispatch that names none, or one that is not allowed.
-        allowed: schedulers that a dispatch may name.
+        schedulers: those of each link, by its name.
     """
 
     def __init__(
@@ -40,14 +56,13 @@ class Intake:
         journal: Journal,
         executor: Executor,
         reporter: Reporter,
-        scheduler: str,
-        allowed: frozenset[str],
+        schedulers: Mapping[str, Schedulers],
     ) -> None:
         self._journal = journal
         self._executor = executor
         self._reporter = reporter
-        self._scheduler = scheduler
-        self._allowed = allowed
+        self._schedulers = schedulers
+        self._other_scheduler_lines = LineLimit(OTHER_SCHEDULER_LINE_S)
         # Tasks that were cancelled between their commit and their arrival at the executor.
         self._cancelled_early: set[int] = set()
         self._jobs: set[asyncio.Task[None]] = set()
@@ -58,7 +73,8 @@ class Intake:
         Raises:
             RejectedError: INVALID, or UNAVAILABLE when it cannot be journalled.
         """
-        dispatch = normalise(request, link, self._choose_scheduler(request.scheduler_url))
+        scheduler = self._choose_scheduler(self._schedulers[link], request.scheduler_url)
+        dispatch = normalise(request, link, scheduler)
         # Not cut short when the caller hangs up: what is committed must also be taken on.
         job = asyncio.create_task(self._take(dispatch))
         self._jobs.add(job)
@@ -109,12 +125,17 @@ class Intake:
                     self._cancelled_early.add(row.seq)
         return bool(tasks) or any(row.state in UNFINISHED for row in rows)
 
-    def _choose_scheduler(self, asked: str | None) -> str:
+    def _choose_scheduler(self, schedulers: Schedulers, asked: str | None) -> str:
         url = (asked or "").strip().rstrip("/")
-        if not url or url in self._allowed or url == self._scheduler:
-            return url or self._scheduler
-        log.warning("reporting to the configured scheduler instead", asked=url[:200])
-        return self._scheduler
+        if not url or url in schedulers.allowed or url == schedulers.configured:
+            return url or schedulers.configured
+        # Once in a while: a scheduler that names itself otherwise does so in every dispatch.
+        others = self._other_scheduler_lines.allow()
+        if others is not None:
+            log.warning(
+                "reporting to the configured scheduler instead", asked=url[:200], others=others
+            )
+        return schedulers.configured
 
 
 def normalise(request: ExecuteRequest, link: str, scheduler: str) -> Dispatch:

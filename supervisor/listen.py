@@ -61,6 +61,31 @@ def parse_advertised(text: str) -> Address:
     return address
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerAddress:
+    """Where a scheduler is called, and whether over TLS."""
+
+    host: str
+    port: int
+    tls: bool
+
+
+def parse_scheduler(text: str) -> SchedulerAddress:
+    """The address in a URL, or in ``host:port``, which is without TLS.
+
+    Raises:
+        ValueError: the reason.
+    """
+    if "://" not in text:
+        address = parse_address(text)
+        return SchedulerAddress(address.host, address.port, tls=False)
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError("it is neither a URL nor host:port")
+    tls = parts.scheme == "https"
+    return SchedulerAddress(parts.hostname, parts.port or (443 if tls else 80), tls)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this host can reach ``host``. A name other than localhost is not looked up."""
     try:
@@ -87,38 +112,41 @@ def is_this_host(host: str) -> bool:
 
 
 def bind_problems(
+    section: str,
     *,
     listen: str,
     advertise: str | None,
     scheduler: str | None,
-    token_file: object,
+    callers_known: bool,
     allow_networks: Sequence[str],
 ) -> list[str]:
     """Why this listener is refused, with the way out; empty when it is fine.
 
     Args:
+        section: the configuration's section, for messages.
         listen: ``host:port``, as ``parse_address`` takes it.
         advertise: the address told to the scheduler, if not found by itself.
-        scheduler: the scheduler's URL, if any.
-        token_file: where the callers' token is; None when there is none.
+        scheduler: the scheduler's URL or address, if any.
+        callers_known: callers must show a token or a certificate.
         allow_networks: networks that callers may be in.
     """
     address = parse_address(listen)
     if not is_loopback(address.host):
-        if token_file is None and not allow_networks:
+        if not callers_known and not allow_networks:
             return [
                 f"cannot listen on {address}: whoever reaches it could run commands here;"
-                " set http.token_file or http.allow_networks, or listen on loopback"
+                f" set {section}.token_file or {section}.allow_networks"
+                f" (or {section}.tls_client_ca), or listen on loopback"
             ]
         return []
     called = parse_advertised(advertise).host if advertise else address.host
-    scheduler_host = (urlsplit(scheduler).hostname or "") if scheduler else ""
+    scheduler_host = parse_scheduler(scheduler).host if scheduler else ""
     if scheduler_host and is_loopback(called) and not is_this_host(scheduler_host):
         return [
             f"cannot listen on {address}: the scheduler on {scheduler_host} could not call back,"
-            " so this worker would never get a task; set http.listen to an address that it reaches"
-            " together with http.allow_networks (or http.token_file),"
-            " or http.advertise when a proxy passes its calls on"
+            f" so this worker would never get a task; set {section}.listen to an address that it"
+            f" reaches together with {section}.allow_networks (or {section}.token_file),"
+            f" or {section}.advertise when a proxy passes its calls on"
         ]
     return []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,13 +23,13 @@ class Metrics(Collector):
         executor: Executor,
         journal: Journal,
         reporter: Reporter,
-        heartbeat: Heartbeat,
+        heartbeats: Mapping[str, Heartbeat],
         max_concurrency: int,
     ) -> None:
         self._executor = executor
         self._journal = journal
         self._reporter = reporter
-        self._heartbeat = heartbeat
+        self._heartbeats = heartbeats
         self._max_concurrency = max_concurrency
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -53,12 +53,17 @@ class Metrics(Collector):
                 "1 while pressure holds starts up.",
                 int(bool(self._executor.pressure)),
             ),
-            ("registered", "1 while the scheduler knows us.", int(self._heartbeat.registered)),
             ("journal_writable", "1 while it can be written.", int(self._journal.fault is None)),
             ("undelivered_reports", "Terminal reports that are owed.", undelivered),
             ("undelivered_report_age_seconds", "Age of the oldest of them.", age_s),
         ):
             yield GaugeMetricFamily(f"stockade_{name}", text, value=value)
+        registered = GaugeMetricFamily(
+            "stockade_registered", "1 while the link's scheduler knows us.", labels=("link",)
+        )
+        for link, heartbeat in self._heartbeats.items():
+            registered.add_metric((link,), int(heartbeat.registered))
+        yield registered
         ended = CounterMetricFamily(
             "stockade_tasks_ended",
             "Tasks that ended, by how.",

@@ -146,8 +146,13 @@ class Reporter:
         return delivery
 
     def _channel(self, row: Row) -> Channel:
-        link = self._links.get(row.dispatch.link) or next(iter(self._links.values()))
-        scheduler = row.dispatch.scheduler or link.scheduler
+        link = self._links.get(row.dispatch.link)
+        if link is None:
+            # The address of one link's scheduler means nothing to another link.
+            link = next(iter(self._links.values()))
+            scheduler = link.scheduler
+        else:
+            scheduler = row.dispatch.scheduler or link.scheduler
         channel = self._channels.get((link.name, scheduler))
         if channel is None:
             channel = Channel(

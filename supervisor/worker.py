@@ -27,8 +27,7 @@ from stockade.supervisor.config import Config, Loaded, OnUnsupported, WorkerConf
 from stockade.supervisor.control_socket import listen_control
 from stockade.supervisor.daemon import Daemon
 from stockade.supervisor.errors import ConfigError
-from stockade.supervisor.links.access import read_token
-from stockade.supervisor.links.http import open_listeners
+from stockade.supervisor.links.running import open_link_listeners, read_link_credentials
 from stockade.supervisor.logs import set_up_logs
 from stockade.supervisor.places import become, open_places, supervisor_user
 
@@ -64,8 +63,8 @@ def run_worker(loaded: Loaded) -> int:
     view = view_of(loaded)
     unavailable = check_host(config, view)
     places = open_places(config.worker, user)
-    listeners = open_listeners(config.http.listen)
-    token = "" if config.http.token_file is None else read_token(config.http.token_file)
+    listeners = open_link_listeners(config)
+    credentials = read_link_credentials(config)
     prctl.set_child_subreaper()
     oom_score.protect_worker()
     as_root = os.geteuid() == 0
@@ -96,7 +95,7 @@ def run_worker(loaded: Loaded) -> int:
         become(user)
     task_uids = range(config.worker.uid_min, config.worker.uid_max + 1) if as_root else None
     daemon = Daemon(
-        config, places, Path(spawner.socket_path), token, task_uids, unavailable=unavailable
+        config, places, Path(spawner.socket_path), credentials, task_uids, unavailable=unavailable
     )
     return uvloop.run(daemon.run(listeners, control))
 

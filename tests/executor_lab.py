@@ -24,7 +24,7 @@ from stockade.supervisor.admission import Admission
 from stockade.supervisor.config_load import load
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.executor import Executor
-from stockade.supervisor.intake import Intake
+from stockade.supervisor.intake import Intake, Schedulers
 from stockade.supervisor.journal import Journal, Row
 from stockade.supervisor.limits import UNLIMITED
 from stockade.supervisor.output import OutputStore
@@ -113,8 +113,7 @@ class Life:
             journal=journal,
             executor=self.executor,
             reporter=reporter,
-            scheduler=SCHEDULER,
-            allowed=frozenset({"http://other.test"}),
+            schedulers={"http": Schedulers(SCHEDULER, frozenset({"http://other.test"}))},
         )
         self.executor.client = SpawnerClient(lab.socket_path, self.executor, software="test")
 

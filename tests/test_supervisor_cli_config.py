@@ -70,9 +70,9 @@ def test_a_bad_environment_ends_with_78(stockade, write):
 
 
 def test_warnings_go_to_stderr_and_change_no_status(stockade, write):
-    done = stockade("check", str(write("")), APP_GRPC_ADDR=":9090")
+    done = stockade("check", str(write("[http]\nheartbeat_interval = 60")))
     assert done.returncode == 0
-    assert "warning: environment variable APP_GRPC_ADDR is ignored" in done.stderr
+    assert "warning: http.heartbeat_interval is 1min" in done.stderr
 
 
 def test_show_tells_every_key_its_value_and_where_it_came_from(stockade, write):

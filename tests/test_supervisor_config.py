@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from stockade.sandbox.limits import MIB, Limits
 from stockade.supervisor.config import KEYS, NO_DEFAULT, SECTIONS
 from stockade.supervisor.config_defaults import default_file, host_defaults
-from stockade.supervisor.config_load import ALIASES, GRPC_ALIASES, load
+from stockade.supervisor.config_load import ALIASES, load
 from stockade.supervisor.config_values import HIDDEN
 from stockade.supervisor.errors import ConfigError
 from stockade.supervisor.limits import LIMIT_FIELDS
 from stockade.supervisor.listen import (
     Address,
+    SchedulerAddress,
     is_loopback,
     is_this_host,
     parse_address,
     parse_advertised,
+    parse_scheduler,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +134,7 @@ def test_durations_sizes_and_percentages_are_texts_or_numbers(write):
         ('[worker]\nstat_dir = "/x"', "key stat_dir in [worker]"),
         ('[worker]\nstat_dir = "/x"', "did you mean state_dir?"),
         ("[wroker]", "did you mean worker?"),
-        ("[grpc]", "known are http, limits, profile, report, task, worker"),
+        ("[nats]", "known are grpc, http, limits, profile, report, task, worker"),
         ("[limits]\nmemory_mx = 1", "did you mean memory_max?"),
         ("[limits.max]\nmemory_mx = 1", "key memory_mx in [limits.max]"),
         ("[limits.mex]", "did you mean max?"),
@@ -206,6 +208,17 @@ def test_all_problems_are_told_at_once(write):
         ("http.scheduler", "http://a:b"),
         ("http.scheduler", "http://a:99999"),
         ("http.scheduler", "http://a/?x=1"),
+        ("grpc.listen", "9091"),
+        ("grpc.scheduler", "scheduler"),
+        ("grpc.scheduler", ":9090"),
+        ("grpc.scheduler", "scheduler:0"),
+        ("grpc.scheduler", "dns:///scheduler:9090"),
+        ("grpc.allow_schedulers", ["http://a/b:9090"]),
+        ("grpc.heartbeat_interval", 0),
+        ("http.tls_cert", "/nonexistent/cert"),
+        ("http.tls_key", "/nonexistent/key"),
+        ("grpc.tls_ca", "relative.pem"),
+        ("worker.protocol", "nats"),
         ("http.allow_networks", "10.0.0.1/8"),
         ("http.allow_networks", ["everyone"]),
         ("http.allow_networks", 5),
@@ -344,13 +357,17 @@ def test_the_go_workers_variables_take_its_place():
         "APP_HTTP_ADDR": ":9081",
         "SCHEDULER_URL": "http://127.0.0.1:8080/",
         "WORKER_ID": "worker-1",
-        "INTERNAL_PROTOCOL": "http",
+        "APP_GRPC_ADDR": ":9091",
+        "SCHEDULER_GRPC_ADDR": "LocalHost:9090",
+        "INTERNAL_PROTOCOL": "grpc",
     }
     loaded = load(None, environ)
     assert loaded.config.http.listen == "127.0.0.1:9081"
     assert loaded.config.http.scheduler == "http://127.0.0.1:8080"
     assert loaded.config.worker.id == "worker-1"
-    assert loaded.config.worker.protocol == "http"
+    assert loaded.config.grpc.listen == "127.0.0.1:9091"
+    assert loaded.config.grpc.scheduler == "localhost:9090"
+    assert loaded.config.worker.protocol == "grpc"
     for name, key in ALIASES.items():
         assert loaded.sources[key] == f"environment {name}"
 
@@ -363,26 +380,61 @@ def test_the_stockade_name_wins_over_an_alias_and_the_alias_over_the_file(write)
 
 
 def test_an_empty_alias_counts_as_absent(write):
-    loaded = load(write('[worker]\nid = "file"\n'), dict.fromkeys([*ALIASES, *GRPC_ALIASES], ""))
+    loaded = load(write('[worker]\nid = "file"\n'), dict.fromkeys(ALIASES, ""))
     assert loaded.config.worker.id == "file"
     assert loaded.warnings == ()
 
 
-def test_grpc_addresses_are_ignored_with_a_warning():
-    environ = {"APP_GRPC_ADDR": ":9090", "SCHEDULER_GRPC_ADDR": "10.0.0.1:9090"}
-    warnings = load(None, environ).warnings
-    assert [warning.split(" is ")[0] for warning in warnings] == [
-        "environment variable APP_GRPC_ADDR",
-        "environment variable SCHEDULER_GRPC_ADDR",
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"worker.protocol": "grpc"}, "set grpc.listen"),
+        (
+            {
+                "worker.protocol": "grpc",
+                "grpc.listen": ":9091",
+                "http.scheduler": "http://127.0.0.1:1",
+            },
+            "no grpc.scheduler to register with",
+        ),
+        ({"http.listen": ""}, "both are empty"),
+        ({"grpc.tls_cert": "/etc/passwd"}, "it needs grpc.tls_key"),
+        ({"http.tls_key": "/etc/passwd"}, "it needs http.tls_cert"),
+        ({"http.tls_client_ca": "/etc/passwd"}, "set http.tls_cert and http.tls_key"),
+    ],
+)
+def test_links_that_could_not_work_are_refused_with_what_mends_them(overrides, said):
+    overrides = {
+        "grpc.scheduler": "127.0.0.1:1" if "grpc.tls_cert" in overrides else "",
+        **overrides,
+    }
+    assert said in refusal(overrides=overrides)
+
+
+def test_a_link_runs_if_it_listens_or_has_a_scheduler():
+    assert list(load(None, {}).config.links) == ["http"]
+    assert list(load(None, {}, {"grpc.scheduler": "127.0.0.1:9090"}).config.links) == [
+        "http",
+        "grpc",
     ]
+    only = load(None, {}, {"http.listen": "", "grpc.listen": ":9091"})
+    assert list(only.config.links) == ["grpc"]
 
 
-def test_grpc_as_protocol_is_refused_as_this_version_has_no_such_link(write):
-    environ = {"INTERNAL_PROTOCOL": "grpc", "APP_GRPC_ADDR": ":9090"}
-    assert "no grpc link" in refusal(environ=environ)
-    assert "no grpc link" in refusal(write('[worker]\nprotocol = "grpc"\n'))
-    loaded = load(None, {**environ, "STOCKADE_WORKER_PROTOCOL": "http"})
-    assert loaded.config.worker.protocol == "http"
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("scheduler:9090", SchedulerAddress("scheduler", 9090, tls=False)),
+        ("[::1]:9090", SchedulerAddress("::1", 9090, tls=False)),
+        ("https://scheduler:9090", SchedulerAddress("scheduler", 9090, tls=True)),
+        ("http://scheduler:9090/", SchedulerAddress("scheduler", 9090, tls=False)),
+        ("https://[::1]:9090/", SchedulerAddress("::1", 9090, tls=True)),
+    ],
+)
+def test_a_grpc_scheduler_is_an_address_and_over_tls_with_https(text, address):
+    read = load(None, {}, {"grpc.scheduler": text}).config.grpc.scheduler
+    assert parse_scheduler(read) == address
+    assert load(None, {}, {"grpc.scheduler": read}).config.grpc.scheduler == read
 
 
 # Listening
@@ -561,7 +613,7 @@ def test_the_reference_has_every_key_with_its_default_and_variable():
 
 def test_the_reference_has_every_alias():
     text = (ROOT / "docs" / "configuration.md").read_text()
-    assert all(name in text for name in [*ALIASES, *GRPC_ALIASES])
+    assert all(name in text for name in ALIASES)
 
 
 def test_the_default_file_lists_every_key_commented_out_with_its_default(write):

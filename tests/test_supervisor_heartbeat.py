@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from stockade.supervisor.backoff import backoff_s
 from stockade.supervisor.config_load import load
 from stockade.supervisor.heartbeat import Heartbeat, Load
-from stockade.supervisor.links.http import HttpLink, open_listeners
+from stockade.supervisor.links.http import HttpLink, credentials_for
+from stockade.supervisor.links.listeners import open_listeners
 from stockade.supervisor.outages import LineLimit, Outages
 from stockade.supervisor.wire.messages import (
     HEARTBEAT_PATH,
@@ -51,7 +52,9 @@ class Worker:
         overrides.update({key.replace("__", "."): value for key, value in keys.items()})
         config = load(None, {"HOME": str(tmp_path)}, overrides).config
         self.load = Load(current_load=3, running_tasks=2)
-        self.link = HttpLink(config, NoIntake(), metrics=bytes, token="", task_uids=None)
+        self.link = HttpLink(
+            config, NoIntake(), metrics=bytes, credentials=credentials_for(config), task_uids=None
+        )
         self.heartbeat = Heartbeat(self.link, config, lambda: self.load, Outages())
 
 
@@ -272,7 +275,9 @@ def test_without_a_scheduler_nothing_is_sent(tmp_path: Path) -> None:
         config = load(
             None, {"HOME": str(tmp_path)}, {"worker.id": "w1", "worker.state_dir": str(tmp_path)}
         ).config
-        link = HttpLink(config, NoIntake(), metrics=bytes, token="", task_uids=None)
+        link = HttpLink(
+            config, NoIntake(), metrics=bytes, credentials=credentials_for(config), task_uids=None
+        )
         heartbeat = Heartbeat(link, config, lambda: Load(0, 0), Outages())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -32,10 +33,16 @@ from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.config import Config
 from stockade.supervisor.config_load import load
 from stockade.supervisor.errors import ConfigError, RejectedError, Rejection
-from stockade.supervisor.links.access import Access, is_own_address, parse_networks, read_token
-from stockade.supervisor.links.http import HttpLink, open_listeners
-from stockade.supervisor.links.http_server import REFUSED_OPEN_MAX
+from stockade.supervisor.links.access import (
+    REFUSED_OPEN_MAX,
+    Access,
+    is_own_address,
+    parse_networks,
+    read_token,
+)
+from stockade.supervisor.links.http import HttpLink, credentials_for
 from stockade.supervisor.links.link import Reply, ReplyKind
+from stockade.supervisor.links.listeners import open_listeners
 from stockade.supervisor.report import running_report, terminal_report
 from stockade.supervisor.wire.messages import (
     ACK_PATH,
@@ -110,7 +117,14 @@ async def served(
     **keys: object,
 ) -> AsyncIterator[str]:
     settings = config(tmp_path, **keys)
-    link = HttpLink(settings, intake, metrics=lambda: b"up 1\n", token=token, task_uids=task_uids)
+    link = HttpLink(
+        settings,
+        intake,
+        metrics=lambda: b"up 1\n",
+        credentials=dataclasses.replace(credentials_for(settings), token=token),
+        task_uids=task_uids,
+    )
+    assert settings.http.listen is not None
     await link.start(open_listeners(settings.http.listen))
     try:
         yield f"http://{link.bound}"
@@ -554,11 +568,12 @@ def telling(
     **keys: object,
 ) -> None:
     async def run() -> None:
+        settings = config(tmp_path, **({"http__scheduler": url} if url else {}), **keys)
         link = HttpLink(
-            config(tmp_path, **({"http__scheduler": url} if url else {}), **keys),
+            settings,
             RecordingIntake(),
             metrics=bytes,
-            token=token,
+            credentials=dataclasses.replace(credentials_for(settings), token=token),
             task_uids=None,
         )
         try:
@@ -763,7 +778,13 @@ def test_the_older_dialect_tells_results_only(tmp_path: Path) -> None:
 def advertised(tmp_path: Path, listen: str, **keys: object) -> tuple[str, str, int]:
     async def run() -> tuple[str, str, int]:
         settings = config(tmp_path, http__listen=listen, **keys)
-        link = HttpLink(settings, RecordingIntake(), metrics=bytes, token="", task_uids=None)
+        link = HttpLink(
+            settings,
+            RecordingIntake(),
+            metrics=bytes,
+            credentials=credentials_for(settings),
+            task_uids=None,
+        )
         assert (await link.advertised()).callback_url == ""
         await link.start(open_listeners(listen))
         try:

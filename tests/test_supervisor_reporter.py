@@ -25,7 +25,7 @@ from stockade.supervisor.config_load import load
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.errors import InvalidTransitionError, JournalError
 from stockade.supervisor.journal import Journal, Row
-from stockade.supervisor.links.http import HttpLink
+from stockade.supervisor.links.http import HttpLink, credentials_for
 from stockade.supervisor.outages import Outages
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.states import State
@@ -119,7 +119,13 @@ async def benched(
 ) -> AsyncIterator[Bench]:
     settings = config(tmp_path, scheduler, **keys)
     journal = await Journal.open(tmp_path / "journal.db")
-    link = HttpLink(settings, NoIntake(), metrics=bytes, token="", task_uids=None)
+    link = HttpLink(
+        settings,
+        NoIntake(),
+        metrics=bytes,
+        credentials=credentials_for(settings),
+        task_uids=None,
+    )
     bench = Bench(journal, link, settings)
     try:
         yield bench

@@ -116,7 +116,12 @@ class WorkerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://{self.status()['listen']}"
+        return f"http://{self.listen('http')}"
+
+    def listen(self, link: str) -> str:
+        """Where it takes the calls of this link's scheduler."""
+        address: str = self.status()["links"][link]["listen"]
+        return address
 
     def status(self) -> Any:
         return self.control.get("/v1/status")

@@ -8,21 +8,32 @@ owner cannot be told any more: a sender that closes at once leaves a socket with
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+import structlog
 
 from stockade.platform.errors import SyscallError
 from stockade.platform.sockdiag import tcp_socket_owner
 from stockade.supervisor.errors import ConfigError
+from stockade.supervisor.outages import LineLimit
+
+log = structlog.get_logger(__name__)
 
 Endpoint = tuple[str, int]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 SocketOwner = Callable[[Endpoint, Endpoint], tuple[int, int] | None]
 
 _BEARER = "Bearer "
+
+# Refused peers get an answer, but may not hold descriptors with it.
+REFUSED_OPEN_MAX: Final = 32
+REFUSED_OPEN_S: Final = 5.0
 
 
 class Access:
@@ -76,6 +87,47 @@ class Access:
         if not hmac.compare_digest(given, self._token):
             return "the bearer token is wrong"
         return None
+
+
+class PeerGate:
+    """Asks about the connections of one listener, each at the moment it is accepted.
+
+    Asked later, a peer that sends and closes at once would have left nothing to be traced by.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._open = 0
+        self._lines = LineLimit(10.0)
+
+    def refusal(self, transport: asyncio.BaseTransport) -> str | None:
+        """Why this new connection is refused, or None. One that is refused is cut before long."""
+        peer, listener = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        if peer and listener:
+            reason = self._access.peer_refusal(peer[:2], listener[:2])
+        else:
+            reason = "the peer is gone already"
+        if reason is None:
+            return None
+        held_back = self._lines.allow()
+        if held_back is not None:
+            log.warning(
+                "connection refused",
+                peer=peer[0] if peer else None,
+                reason=reason,
+                others=held_back,
+            )
+        self._open += 1
+        abort = cast(asyncio.Transport, transport).abort
+        if self._open > REFUSED_OPEN_MAX:
+            abort()
+        else:
+            asyncio.get_running_loop().call_later(REFUSED_OPEN_S, abort)
+        return reason
+
+    def closed(self) -> None:
+        """A refused connection is closed."""
+        self._open -= 1
 
 
 def is_own_address(

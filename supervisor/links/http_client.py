@@ -14,6 +14,7 @@ import yarl
 from stockade.sandbox.outcome import Status
 from stockade.supervisor.config import Dialect
 from stockade.supervisor.links.link import OK, Reply, ReplyKind
+from stockade.supervisor.links.tls import Certificates
 from stockade.supervisor.report import RUNNING, split_message
 from stockade.supervisor.wire.messages import (
     ACK_PATH,
@@ -47,19 +48,31 @@ class HttpClient:
         token: sent as a bearer token; empty for none.
         dialect: how results are told. The older one knows neither acks nor ``running``.
         attempt_timeout_s: the longest that one attempt may take, name lookup included.
+        certificates: for schedulers with an https URL.
     """
 
     def __init__(
-        self, scheduler: str, *, token: str, dialect: Dialect, attempt_timeout_s: float
+        self,
+        scheduler: str,
+        *,
+        token: str,
+        dialect: Dialect,
+        attempt_timeout_s: float,
+        certificates: Certificates,
     ) -> None:
         self.scheduler = base_url(scheduler)
         self._dialect = dialect
+        self._certificates = certificates
         self._timeout = aiohttp.ClientTimeout(total=attempt_timeout_s)
         self._headers = {"Content-Type": "application/json", "User-Agent": "stockade"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._urls: dict[tuple[str, str], yarl.URL] = {}
         self._session: aiohttp.ClientSession | None = None
+
+    async def renew(self) -> None:
+        """Use the renewed certificates for new connections; those that idle end by themselves."""
+        # The context is asked for with each request, and is a part of what connections are kept by.
 
     async def close(self) -> None:
         """Close all connections."""
@@ -117,7 +130,11 @@ class HttpClient:
 
     async def _exchange(self, url: yarl.URL, body: bytes) -> Reply:
         async with self._pool().post(
-            url, data=body, headers=self._headers, allow_redirects=False
+            url,
+            data=body,
+            headers=self._headers,
+            allow_redirects=False,
+            ssl=self._certificates.client if url.scheme == "https" else True,
         ) as response:
             # To the end, also of an answer that nobody reads: what breaks off halfway may come from
             # anything between here and the scheduler, and lost contact is no success.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -19,9 +20,9 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from stockade.supervisor.errors import RejectedError, Rejection
-from stockade.supervisor.links.access import Access
+from stockade.supervisor.links.access import Access, PeerGate
 from stockade.supervisor.links.link import Intake, checked_instance_id
-from stockade.supervisor.outages import LineLimit
+from stockade.supervisor.links.listeners import Listening
 from stockade.supervisor.wire.messages import (
     CANCEL_PATH,
     EXECUTE_PATH,
@@ -46,9 +47,6 @@ STATUS_OF: Final = {
 # a connection that is just being closed, and a first dispatch that fails is never sent again.
 KEEPALIVE_S: Final = 300.0
 BODY_TIMEOUT_S: Final = 30.0
-# Refused peers get an answer, but may not hold descriptors with it.
-REFUSED_OPEN_MAX: Final = 32
-REFUSED_OPEN_S: Final = 5.0
 
 _JSON: Final = {"Content-Type": "application/json"}
 _PROMETHEUS: Final = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -78,7 +76,7 @@ class HttpServer:
         self._metrics = metrics
         self._link = link
         self._connections: _Connections | None = None
-        self._servers: list[asyncio.Server] = []
+        self._listening: Listening | None = None
         self._routes: dict[
             str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.Response]]]
         ] = {
@@ -88,18 +86,24 @@ class HttpServer:
             METRICS_PATH: ("GET", self._show_metrics),
         }
 
-    async def start(self, sockets: Sequence[socket.socket]) -> None:
+    async def start(
+        self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None
+    ) -> None:
         """Serve on these listening sockets, which are closed by ``stop``."""
-        loop = asyncio.get_running_loop()
         self._connections = _Connections(self._answer, self._access)
-        for listener in sockets:
-            self._servers.append(await loop.create_server(self._connections, sock=listener))
+        self._listening = Listening(self._connections, sockets)
+        await self._listening.renew(tls)
+
+    async def renew(self, tls: ssl.SSLContext | None) -> None:
+        """Use this context for new connections."""
+        assert self._listening is not None
+        await self._listening.renew(tls)
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Take no new connection, let running requests end, close all."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         if self._connections is not None:
             await self._connections.shutdown(grace_s)
             self._connections = None
@@ -166,9 +170,7 @@ class _Connections(web.Server):
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
         )
-        self.access = access
-        self.refused_open = 0
-        self.refused_lines = LineLimit(10.0)
+        self.gate = PeerGate(access)
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -195,8 +197,7 @@ class _Connections(web.Server):
 class _Connection(web.RequestHandler):
     """One connection, which knows whether it is refused before it reads its first byte.
 
-    Asked later, a peer that sends and closes at once would have left nothing to be traced by. The
-    answer stays with the connection, since a request may be handled after the connection is lost.
+    The answer stays with the connection, since a request may be handled after it is lost.
     """
 
     refusal: str | None = "the peer is not known yet"
@@ -206,35 +207,13 @@ class _Connection(web.RequestHandler):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        peer, listener = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-        if peer and listener:
-            self.refusal = self._connections.access.peer_refusal(peer[:2], listener[:2])
-        else:
-            self.refusal = "the peer is gone already"
+        self.refusal = self._connections.gate.refusal(transport)
         super().connection_made(transport)
-        if self.refusal is not None:
-            self._refuse(cast(asyncio.Transport, transport), peer)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         if self.refusal is not None:
-            self._connections.refused_open -= 1
-
-    def _refuse(self, transport: asyncio.Transport, peer: Any) -> None:
-        connections = self._connections
-        held_back = connections.refused_lines.allow()
-        if held_back is not None:
-            log.warning(
-                "connection refused",
-                peer=peer[0] if peer else None,
-                reason=self.refusal,
-                others=held_back,
-            )
-        connections.refused_open += 1
-        if connections.refused_open > REFUSED_OPEN_MAX:
-            transport.abort()
-        else:
-            asyncio.get_running_loop().call_later(REFUSED_OPEN_S, transport.abort)
+            self._connections.gate.closed()
 
 
 async def _body(request: web.BaseRequest) -> bytes:

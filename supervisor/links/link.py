@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 from stockade.supervisor.errors import RejectedError, Rejection
@@ -61,6 +62,15 @@ class Advertised:
     grpc_addr: str = ""
 
 
+def joined(told: Sequence[Advertised]) -> Advertised:
+    """All addresses of a worker with several links; the first one's ``ip``."""
+    return Advertised(
+        ip=told[0].ip,
+        callback_url=next((one.callback_url for one in told if one.callback_url), ""),
+        grpc_addr=next((one.grpc_addr for one in told if one.grpc_addr), ""),
+    )
+
+
 class Link(Protocol):
     """One way to talk to schedulers.
 
@@ -72,6 +82,9 @@ class Link(Protocol):
 
     @property
     def scheduler(self) -> str: ...
+
+    @property
+    def heartbeat_interval_s(self) -> float: ...
 
     async def advertised(self) -> Advertised: ...
 
