@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from both_links import make_scheduler
 from recording_scheduler import RecordingScheduler
 from worker_process import WorkerProcess, make_place
 
@@ -23,8 +24,9 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def scheduler() -> Iterator[RecordingScheduler]:
-    with RecordingScheduler() as recording:
+def scheduler(request: pytest.FixtureRequest) -> Iterator[RecordingScheduler]:
+    """Speaks HTTP, or in tests that are marked ``over_both_links`` what the test is run with."""
+    with make_scheduler(getattr(request, "param", "http")) as recording:
         yield recording
 
 
@@ -34,7 +36,7 @@ def make_worker(scheduler: RecordingScheduler) -> Iterator[Callable[..., WorkerP
     made: list[WorkerProcess] = []
 
     def make(**settings: Any) -> WorkerProcess:
-        worker = WorkerProcess(scheduler.url, **settings)
+        worker = WorkerProcess(scheduler.url, **{"link": scheduler.link, **settings})
         made.append(worker)
         return worker.start()
 

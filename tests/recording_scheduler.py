@@ -1,7 +1,7 @@
 """A scheduler for tests, which records all that a worker tells it and misbehaves on demand.
 
 It speaks HTTP over real sockets from a thread of its own, with its own few lines of HTTP, so that
-it can do what no server library would::
+it can do what no server library would; grpc_scheduler.py has the one that speaks gRPC::
 
     with RecordingScheduler() as scheduler:
         ... start a worker with --scheduler scheduler.url ...
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import ssl
 import threading
 import time
 import urllib.error
@@ -110,10 +111,29 @@ class _Rule:
 
 
 class RecordingScheduler:
-    """See the module's docstring. Every method may be called from any thread."""
+    """See the module's docstring. Every method may be called from any thread.
 
-    def __init__(self, port: int = 0) -> None:
+    Args:
+        port: where to listen; 0 for any free port.
+        tls: the listener's; None to be plain.
+        caller_tls: for its calls to a worker that listens with TLS.
+        token: sent to workers.
+    """
+
+    link = "http"
+
+    def __init__(
+        self,
+        port: int = 0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        caller_tls: ssl.SSLContext | None = None,
+        token: str = "",
+    ) -> None:
         self._port = port
+        self._tls = tls
+        self._caller_tls = caller_tls
+        self._token = token
         self._lock = threading.Condition()
         self._messages: list[Message] = []
         self._rules: list[_Rule] = []
@@ -139,34 +159,32 @@ class RecordingScheduler:
 
     def start(self) -> None:
         """Listen; on the same port as before, after a ``stop``."""
-
-        async def listen() -> None:
-            self._server = await asyncio.start_server(
-                self._connection, "127.0.0.1", self._port, backlog=512
-            )
-            self._port = self._server.sockets[0].getsockname()[1]
-
-        self._run(listen())
+        self._run(self._listen())
 
     def stop(self) -> None:
         """Refuse connections and cut those there are. What was recorded stays."""
+        self._run(self._cut())
 
-        async def close() -> None:
-            if self._server is None:
-                return
-            self._server.close()
-            tasks = list(self._connections)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._server.wait_closed()
-            self._server = None
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(
+            self._connection, "127.0.0.1", self._port, backlog=512, ssl=self._tls
+        )
+        self._port = self._server.sockets[0].getsockname()[1]
 
-        self._run(close())
+    async def _cut(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
 
     # What it saw.
 
@@ -243,15 +261,23 @@ class RecordingScheduler:
 
     def dispatch(self, worker_url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
         """Send a task to a worker: (status, body of the answer). Fields as on the wire."""
-        return post(worker_url + EXECUTE_PATH, {"task_type": "shell", **fields})
+        return self._post(worker_url + EXECUTE_PATH, {"task_type": "shell", **fields})
 
     def cancel(self, worker_url: str, instance_id: str) -> tuple[int, dict[str, Any]]:
-        return post(worker_url + CANCEL_PATH, {"schedule_instance_id": instance_id})
+        return self._post(worker_url + CANCEL_PATH, {"schedule_instance_id": instance_id})
+
+    def callback(self, registration: Mapping[str, Any]) -> str:
+        """Where a worker that registered so takes this scheduler's calls."""
+        return str(registration["callback_url"])
+
+    def _post(self, url: str, body: Any) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        return post(url, body, headers=headers, tls=self._caller_tls)
 
     # How.
 
-    def _run(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=10)
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -353,7 +379,12 @@ async def _misbehave(
 
 
 def post(
-    url: str, body: Any, *, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
+    url: str,
+    body: Any,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 10.0,
+    tls: ssl.SSLContext | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """POST JSON (or bytes as they are): (status, the answer's JSON)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -362,6 +393,7 @@ def post(
             url, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
         ),
         timeout_s,
+        tls,
     )
 
 
@@ -370,9 +402,13 @@ def get(url: str, *, headers: Mapping[str, str] | None = None) -> tuple[int, dic
     return _fetch(urllib.request.Request(url, headers=dict(headers or {})), 10.0)
 
 
-def _fetch(request: urllib.request.Request, timeout_s: float) -> tuple[int, dict[str, Any]]:
+def _fetch(
+    request: urllib.request.Request, timeout_s: float, tls: ssl.SSLContext | None = None
+) -> tuple[int, dict[str, Any]]:
     # No proxy: the environment's is not for this host.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+    )
     try:
         with opener.open(request, timeout=timeout_s) as response:
             return response.status, json.loads(response.read())

@@ -1,7 +1,8 @@
 """What goes wrong for users of such workers, each as one test against a real worker.
 
 From the failures of a peer worker and from public trackers of others; what another file covers
-already (drain, adoption, duplicates at once, queueing) is not repeated here.
+already (drain, adoption, duplicates at once, queueing) is not repeated here. Each is run over both
+links.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from both_links import over_both_links
 from recording_scheduler import Answer, Hang, RecordingScheduler
 from worker_process import WorkerProcess, eventually, processes_that_name
 
 from stockade.platform import proc
 from stockade.supervisor.wire.messages import ACK_PATH, HEARTBEAT_PATH, REPORT_PATH
+
+pytestmark = over_both_links
 
 MakeWorker = Callable[..., WorkerProcess]
 DEADLINE_S = 60.0
@@ -61,6 +65,65 @@ def test_output_before_a_timeout_is_kept(
     assert (report["status"], report["error_code"]) == ("timeout", "timeout")
     assert report["error_message"].splitlines() == [report["reason"], "so far"]
     assert not processes_that_name("31002")
+
+
+def test_output_and_exit_code_of_a_failure_are_reported(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    send(scheduler, worker, "a", "echo why; exit 3")
+    report = scheduler.terminal_report("a", DEADLINE_S)
+    assert (report["status"], report["error_code"]) == ("failed", "execute_failed")
+    assert report["exit_code"] == 3
+    assert report["error_message"].splitlines() == [report["reason"], "why"]
+
+
+def test_more_memory_than_the_limit_is_killed_for_it(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    hog = "exec python3 -c 'import time; x = bytearray(1 << 30); time.sleep(60)'"
+    send(scheduler, worker, "a", hog, timeout_seconds=60)
+    report = scheduler.terminal_report("a", DEADLINE_S)
+    assert (report["status"], report["error_code"]) == ("failed", "oom_killed")
+    assert "256M" in report["reason"]
+
+
+def test_payload_with_nul_is_refused_and_a_long_one_runs(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    status, answer = scheduler.dispatch(worker.url, schedule_instance_id="nul", payload="echo a\0b")
+    assert status == 400
+    assert "NUL" in answer["error"]
+    send(scheduler, worker, "long", "echo $((1+1)) #" + "x" * 200_000)
+    assert scheduler.terminal_report("long", DEADLINE_S)["error_message"] == "2\n"
+    assert not scheduler.of("nul")
+
+
+def test_worker_registers_again_when_its_scheduler_has_forgotten_it(
+    scheduler: RecordingScheduler, make_worker: MakeWorker
+) -> None:
+    make_worker(lines="heartbeat_interval = 0.1")
+    scheduler.wait_for(lambda s: s.workers, DEADLINE_S)
+    scheduler.forget_workers()
+    scheduler.wait_for(lambda s: len(s.workers) == 2, DEADLINE_S)
+    told = [m.kind for m in scheduler.messages]
+    # The next beat follows the second registration at once.
+    again = len(told) - told[::-1].index("register") - 1
+    scheduler.wait_for(lambda s: len(s.messages) > again + 1, DEADLINE_S)
+    assert told[again - 1] == "heartbeat"
+    assert scheduler.messages[again + 1].kind == "heartbeat"
+
+
+def test_report_refused_for_ever_is_a_dead_letter_after_bounded_tries(
+    scheduler: RecordingScheduler, make_worker: MakeWorker
+) -> None:
+    worker = make_worker(extra="[report]\nrefused_tries = 3\nrefused_period = 0.2")
+    scheduler.misbehave(Answer(404), path=REPORT_PATH, matching=lambda m: m.id == "a")
+    send(scheduler, worker, "a", "echo unwanted")
+    send(scheduler, worker, "b", "echo wanted")
+    assert scheduler.terminal_report("b", DEADLINE_S)["error_message"] == "wanted\n"
+    eventually(lambda: worker.status()["undelivered_reports"] == 0)
+    assert len(scheduler.terminal_reports("a")) == 3
+    assert worker.log.count("dead letter") == 1
 
 
 def test_huge_output_leaves_memory_flat(
@@ -107,7 +170,7 @@ def test_bytes_that_are_no_text_are_recoverable_and_reported_as_text(
 def test_heartbeats_go_on_while_tasks_flood_the_output(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
-    worker = make_worker(http="heartbeat_interval = 1")
+    worker = make_worker(lines="heartbeat_interval = 1")
     for key in ("a", "b"):
         send(scheduler, worker, key, "yes", timeout_seconds=6)
     for key in ("a", "b"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from both_links import over_both_links
 from recording_scheduler import RecordingScheduler
 from worker_process import DEADLINE_S, STOCKADE, WorkerProcess, eventually, processes_that_name
 
@@ -43,6 +44,7 @@ def assert_reported_once(scheduler: RecordingScheduler, instance_id: str) -> Non
     assert len(scheduler.terminal_reports(instance_id)) == 1
 
 
+@over_both_links
 def test_task_is_acked_then_running_then_success_with_its_output(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -53,6 +55,7 @@ def test_task_is_acked_then_running_then_success_with_its_output(
     assert report["worker_id"] == worker.id
 
 
+@over_both_links
 def test_outcome_is_told_by_status_and_error_code(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -87,12 +90,14 @@ def test_metrics_tell_ended_tasks_and_the_load(
     assert "stockade_undelivered_reports 0.0" in lines
 
 
+@over_both_links
 def test_long_payloads_run(scheduler: RecordingScheduler, worker: WorkerProcess) -> None:
     for size in (131_071, 131_072, 200_000, 1_000_000):
         script = "echo $((1+1)) #" + "x" * size
         assert run(scheduler, worker, f"t{size}", script)["error_message"] == "2\n"
 
 
+@over_both_links
 def test_worker_environment_and_descriptors_do_not_reach_a_task(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -112,6 +117,7 @@ def test_worker_environment_and_descriptors_do_not_reach_a_task(
     assert lines[-1] == "4"  # 0, 1, 2, and the one that ls has open
 
 
+@over_both_links
 def test_same_id_runs_once_at_once_and_after_its_end(
     scheduler: RecordingScheduler, worker: WorkerProcess, place: Path
 ) -> None:
@@ -126,6 +132,7 @@ def test_same_id_runs_once_at_once_and_after_its_end(
     assert_reported_once(scheduler, "t")
 
 
+@over_both_links
 def test_max_concurrency_is_kept_and_the_rest_waits_in_order(
     scheduler: RecordingScheduler, make_worker: MakeWorker, place: Path
 ) -> None:
@@ -146,6 +153,7 @@ def test_max_concurrency_is_kept_and_the_rest_waits_in_order(
     assert [int(each[1:]) // 2 for each in started] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@over_both_links
 def test_cancel_ends_a_running_a_queued_and_a_future_task(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
@@ -169,6 +177,7 @@ def test_cancel_ends_a_running_a_queued_and_a_future_task(
     assert "error" in scheduler.cancel(worker.url, "running")[1]
 
 
+@over_both_links
 def test_task_survives_the_supervisor_and_is_reported_once_with_all_its_output(
     scheduler: RecordingScheduler, worker: WorkerProcess, place: Path
 ) -> None:
@@ -261,6 +270,7 @@ def kill_all_of(uids: range) -> bool:
     return not pids
 
 
+@over_both_links
 def test_undelivered_report_survives_a_restart(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -277,6 +287,7 @@ def test_undelivered_report_survives_a_restart(
     assert_reported_once(scheduler, "t")
 
 
+@over_both_links
 def test_worker_serves_while_its_scheduler_is_down_and_registers_later(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
@@ -288,6 +299,7 @@ def test_worker_serves_while_its_scheduler_is_down_and_registers_later(
     assert scheduler.terminal_report("t", DEADLINE_S)["error_message"] == "early\n"
 
 
+@over_both_links
 def test_sigterm_drains_reports_full_load_and_ends_with_0(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
@@ -402,6 +414,7 @@ def test_supervisor_started_as_root_becomes_its_user(
     assert run(scheduler, worker, "after", "echo still")["error_message"] == "still\n"
 
 
+@over_both_links
 def test_what_a_task_leaves_running_is_gone_with_it(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -418,7 +431,7 @@ def small_disk_worker(scheduler: RecordingScheduler) -> Iterator[WorkerProcess]:
     worker = WorkerProcess(
         scheduler.url,
         worker="max_concurrency = 5\npool_max = 0",
-        http='heartbeat_interval = "100ms"',
+        lines='heartbeat_interval = "100ms"',
     )
     state = worker.place / "state"
     state.mkdir(0o711)

@@ -73,18 +73,29 @@ class WorkerProcess:
         scheduler: URL; None for none.
         worker: further lines for ``[worker]``.
         extra: further sections.
+        link: ``http`` or ``grpc``: the section of the scheduler's link.
+        lines: further lines for that section.
         profile: many tests look at what tasks write into the host's directories, so not private.
     """
 
     def __init__(
-        self, scheduler: str | None = None, *, worker: str = "", extra: str = "", http: str = "",
+        self,
+        scheduler: str | None = None,
+        *,
+        worker: str = "",
+        extra: str = "",
+        link: str = "http",
+        lines: str = "",
         profile: str = "process",
-    ) -> None:  # fmt: skip
+    ) -> None:
+        self.link = link
         self.place = make_place()
         self.id = f"test-{secrets.token_hex(6)}"
         self.uid_min = UID_BASE + secrets.randbelow(100) * UID_SPAN
         self.process: subprocess.Popen[bytes] | None = None
         scheduler_line = f'scheduler = "{scheduler}"' if scheduler else ""
+        # Without a port that others could have, too.
+        other = "" if link == "http" else '[http]\nlisten = "127.0.0.1:0"\n'
         (self.place / "stockade.toml").write_text(
             f"""
             [worker]
@@ -95,10 +106,11 @@ class WorkerProcess:
             uid_min = {self.uid_min}
             uid_max = {self.uid_min + UID_SPAN - 1}
             {worker}
-            [http]
+            {other}
+            [{link}]
             listen = "127.0.0.1:0"
             {scheduler_line}
-            {http}
+            {lines}
             [profile]
             name = "{profile}"
             {extra}
@@ -116,7 +128,9 @@ class WorkerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://{self.listen('http')}"
+        """Where its link's scheduler sends tasks, as ``RecordingScheduler.dispatch`` takes it."""
+        address = self.listen(self.link)
+        return address if self.link == "grpc" else f"http://{address}"
 
     def listen(self, link: str) -> str:
         """Where it takes the calls of this link's scheduler."""

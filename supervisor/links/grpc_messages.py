@@ -73,10 +73,10 @@ def report(message: StatusReport) -> pb.ReportTaskStatusRequest:
     if message.finished_at is not None:
         moment = datetime.datetime.fromisoformat(message.finished_at[:19] + "+00:00")
         told.finished_unix_seconds = int(moment.timestamp())
-    excess = told.ByteSize() - REPORT_BYTES_MAX
-    if excess > 0:
-        told.error_message = _without_middle(told.error_message, excess)
+    if told.ByteSize() > REPORT_BYTES_MAX:
         told.output_truncated = True
+        excess_bytes = told.ByteSize() - REPORT_BYTES_MAX
+        told.error_message = _without_middle(told.error_message, excess_bytes)
     return told
 
 
