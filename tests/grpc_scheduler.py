@@ -67,8 +67,10 @@ class GrpcRecordingScheduler(RecordingScheduler):
         if server is None:
             return
         for protocol in server.protocols:
-            if hasattr(protocol.connection, "_transport"):
-                protocol.connection._transport.abort()
+            # None of a connection whose handshake failed; no transport of one that is closed.
+            connection = getattr(protocol, "connection", None)
+            if hasattr(connection, "_transport"):
+                connection._transport.abort()
         server.close()
         await server.wait_closed()
 
@@ -106,6 +108,11 @@ class GrpcRecordingScheduler(RecordingScheduler):
                 return await call(request, timeout=10, metadata=metadata)
             except grpclib.GRPCError as error:
                 return HTTP_OF[error.status], {"error": error.message}
+            finally:
+                connection = getattr(channel._protocol, "connection", None)
+                if hasattr(connection, "_transport"):
+                    # Over TLS a close waits for the peer's.
+                    connection._transport.abort()
 
 
 class _Server(Server):
@@ -125,7 +132,7 @@ class _Server(Server):
         return next(
             number
             for number, protocol in enumerate(self.protocols, 1)
-            if protocol.connection is connection
+            if getattr(protocol, "connection", None) is connection
         )
 
 

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import http.client
 import json
+import socket
 import ssl
 import threading
 import time
@@ -28,6 +30,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from stockade.supervisor.wire.messages import (
     ACK_PATH,
@@ -388,13 +391,26 @@ def post(
 ) -> tuple[int, dict[str, Any]]:
     """POST JSON (or bytes as they are): (status, the answer's JSON)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return _fetch(
-        urllib.request.Request(
-            url, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
-        ),
-        timeout_s,
-        tls,
-    )
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    if tls is not None:
+        return _post_over_tls(urlsplit(url), data, sent, timeout_s, tls)
+    return _fetch(urllib.request.Request(url, data, sent, method="POST"), timeout_s)
+
+
+def _post_over_tls(
+    url: SplitResult, data: bytes, headers: Mapping[str, str], timeout_s: float, tls: ssl.SSLContext
+) -> tuple[int, dict[str, Any]]:
+    # urllib leaves its socket open when the handshake fails.
+    assert url.hostname is not None
+    with (
+        socket.create_connection((url.hostname, url.port or 443), timeout_s) as plain,
+        tls.wrap_socket(plain, server_hostname=url.hostname) as encrypted,
+    ):
+        connection = http.client.HTTPConnection(url.hostname, url.port)
+        connection.sock = encrypted
+        connection.request("POST", url.path, data, dict(headers))
+        with connection.getresponse() as response:
+            return response.status, json.loads(response.read())
 
 
 def get(url: str, *, headers: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
@@ -402,13 +418,9 @@ def get(url: str, *, headers: Mapping[str, str] | None = None) -> tuple[int, dic
     return _fetch(urllib.request.Request(url, headers=dict(headers or {})), 10.0)
 
 
-def _fetch(
-    request: urllib.request.Request, timeout_s: float, tls: ssl.SSLContext | None = None
-) -> tuple[int, dict[str, Any]]:
+def _fetch(request: urllib.request.Request, timeout_s: float) -> tuple[int, dict[str, Any]]:
     # No proxy: the environment's is not for this host.
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
-    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as response:
             return response.status, json.loads(response.read())

@@ -18,7 +18,7 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from stockade.supervisor.links import grpc_messages
 from stockade.supervisor.links.link import OK, Reply, ReplyKind
 from stockade.supervisor.links.tls import Certificates
-from stockade.supervisor.listen import parse_scheduler
+from stockade.supervisor.listen import SchedulerAddress, parse_scheduler
 from stockade.supervisor.wire.messages import (
     AckRequest,
     HeartbeatRequest,
@@ -94,14 +94,19 @@ class GrpcClient:
             self._retire(scheduler)
 
     async def close(self) -> None:
-        """Close all connections."""
-        for peer in self._peers.values():
-            peer.channel.close()
-        self._peers.clear()
-        for channel, timer in self._retired.items():
+        """Close all connections at once."""
+        for timer in self._retired.values():
             timer.cancel()
-            channel.close()
+        channels = [*self._retired, *(peer.channel for peer in self._peers.values())]
+        self._peers.clear()
         self._retired.clear()
+        for channel in channels:
+            protocol = channel._protocol
+            transport = getattr(getattr(protocol, "connection", None), "_transport", None)
+            channel.close()
+            if transport is not None:
+                # Over TLS a close waits for the peer's, and nobody waits for that any more.
+                transport.abort()
 
     async def register(self, request: RegisterRequest) -> Reply:
         answer = await self._call("", "RegisterWorker", grpc_messages.registration(request))
@@ -128,24 +133,26 @@ class GrpcClient:
         scheduler = scheduler or self.scheduler
         if not scheduler:
             return Reply(ReplyKind.REFUSED, "no scheduler is configured: set [grpc] scheduler")
+        try:
+            address = parse_scheduler(scheduler)
+        except ValueError as error:
+            return Reply(ReplyKind.REFUSED, f"{scheduler} is no address: {error}")
         begun_at = time.monotonic()
         try:
             try:
-                return await self._exchange(scheduler, method, message)
+                return await self._exchange(scheduler, address, method, message)
             except StreamTerminatedError:
                 if time.monotonic() - begun_at > STALE_S:
                     raise
                 # Most often a kept connection that the scheduler closed just now. Every message may
                 # be sent twice, so one immediate try over a new connection is safe.
-                return await self._exchange(scheduler, method, message)
+                return await self._exchange(scheduler, address, method, message)
         except TimeoutError:
             peer = self._peers.get(scheduler)
             if peer is not None and peer.answered_at < begun_at:
                 # Nobody has heard of it since: the connection may lead nowhere any more.
                 self._retire(scheduler)
             return Reply(ReplyKind.RETRY, f"no answer within {self._timeout_s:g} s", silent=True)
-        except ValueError as error:
-            return Reply(ReplyKind.REFUSED, f"{scheduler} is no address: {error}")
         except GRPCError as error:
             return _reply(error)
         except (StreamTerminatedError, ProtocolError, h2.exceptions.ProtocolError) as error:
@@ -159,8 +166,10 @@ class GrpcClient:
             self._retire(scheduler)
             return Reply(ReplyKind.RETRY, repr(error))
 
-    async def _exchange(self, scheduler: str, method: str, message: Message) -> Message:
-        peer = self._peer(scheduler)
+    async def _exchange(
+        self, scheduler: str, address: SchedulerAddress, method: str, message: Message
+    ) -> Message:
+        peer = self._peer(scheduler, address)
         call: UnaryUnaryMethod[Any, Any] = getattr(peer.stub, method)
         try:
             async with call.open(timeout=self._timeout_s, metadata=self._metadata) as stream:
@@ -174,10 +183,9 @@ class GrpcClient:
             raise GRPCError(Status.UNKNOWN, "an answer without a message")
         return answer  # type: ignore[no-any-return]
 
-    def _peer(self, scheduler: str) -> _Peer:
+    def _peer(self, scheduler: str, address: SchedulerAddress) -> _Peer:
         peer = self._peers.get(scheduler)
         if peer is None:
-            address = parse_scheduler(scheduler)
             channel = Channel(
                 address.host,
                 address.port,

@@ -46,6 +46,7 @@ BODY_TIMEOUT_S: Final = 30.0
 # A scheduler that is gone without a word holds no connection for ever.
 KEEPALIVE_S: Final = 60.0
 KEEPALIVE_ANSWER_S: Final = 20.0
+CLOSE_S: Final = 1.0
 
 _CONFIGURATION: Final = Configuration(
     _keepalive_time=KEEPALIVE_S,
@@ -108,6 +109,14 @@ class GrpcServer:
             await asyncio.wait(calls, timeout=grace_s)
         for connection in connections:
             connection.processor.close("the worker ends")
+        # What was written last goes out first; over TLS the peer has a say in the end, too.
+        lost = [asyncio.ensure_future(connection.lost.wait()) for connection in connections]
+        if lost:
+            _, pending = await asyncio.wait(lost, timeout=CLOSE_S)
+            for waiting in pending:
+                waiting.cancel()
+        for connection in connections:
+            connection.abort()
 
     def _connection(self) -> _Connection:
         service = _Executor(self._intake, self._access, self._link)
@@ -124,6 +133,7 @@ class _Connection(H2Protocol):
         self._gate = gate
         self._connections = connections
         self._transport: asyncio.Transport | None = None
+        self.lost = asyncio.Event()
 
     @property
     def calls(self) -> list[asyncio.Task[None]]:
@@ -139,8 +149,14 @@ class _Connection(H2Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._connections.discard(self)
+        self.lost.set()
         if self._service.refusal is not None:
             self._gate.closed()
+
+    def abort(self) -> None:
+        """Close at once, whatever is unsent."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def say_goodbye(self) -> None:
         """Send GOAWAY: the peer makes its further calls over another connection.

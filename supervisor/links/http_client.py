@@ -123,10 +123,13 @@ class HttpClient:
             return Reply(
                 ReplyKind.RETRY, f"no answer within {self._timeout.total:g} s", silent=True
             )
-        except ValueError as error:
+        except aiohttp.InvalidURL as error:
             return Reply(ReplyKind.REFUSED, f"{scheduler} is not a URL: {error}")
         except (aiohttp.ClientError, OSError) as error:
+            # Before ValueError, which aiohttp's error of a certificate is too.
             return Reply(ReplyKind.RETRY, str(error) or type(error).__name__, silent=True)
+        except ValueError as error:
+            return Reply(ReplyKind.REFUSED, f"{scheduler} is not a URL: {error}")
 
     async def _exchange(self, url: yarl.URL, body: bytes) -> Reply:
         async with self._pool().post(

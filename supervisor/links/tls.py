@@ -92,7 +92,7 @@ class Certificates:
         self._make()
         return True
 
-    async def watch(self, renewed: Callable[[], Awaitable[None]], look_s: float = LOOK_S) -> None:
+    async def watch(self, renewed: Callable[[], Awaitable[None]]) -> None:
         """Call ``renewed`` after each change of the contexts. Ends only by being cancelled."""
         for path in self._files.present:
             if not os.access(path, os.R_OK):
@@ -102,7 +102,7 @@ class Certificates:
                 )
         problem = ""
         while self._files.present:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(LOOK_S)
             try:
                 changed = self.refresh()
             except ConfigError as error:
