@@ -8,6 +8,7 @@ notices.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +24,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.protocol import H2Protocol
 from grpclib.server import Handler, Stream
 from h2.config import H2Configuration
+from h2.events import PingAckReceived
 from hyperframe.frame import GoAwayFrame
 
 from stockade.supervisor.errors import RejectedError, Rejection
@@ -61,6 +63,7 @@ _H2: Final = H2Configuration(
     validate_outbound_headers=False,
     normalize_outbound_headers=False,
 )
+_GOODBYE: Final = b"goodbye!"
 _PREFIX_BYTES: Final = 5  # of each message: whether it is compressed, and its length
 
 Request = TypeVar("Request", bound=Message)
@@ -83,6 +86,7 @@ class GrpcServer:
         self._gate = PeerGate(access)
         self._connections: set[_Connection] = set()
         self._listening: Listening | None = None
+        self._ending = False
 
     async def start(
         self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None
@@ -101,26 +105,22 @@ class GrpcServer:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-        connections = list(self._connections)
-        for connection in connections:
-            connection.say_goodbye()
-        calls = [call for connection in connections for call in connection.calls]
-        if calls:
-            await asyncio.wait(calls, timeout=grace_s)
-        for connection in connections:
-            connection.processor.close("the worker ends")
-        # What was written last goes out first; over TLS the peer has a say in the end, too.
-        lost = [asyncio.ensure_future(connection.lost.wait()) for connection in connections]
-        if lost:
-            _, pending = await asyncio.wait(lost, timeout=CLOSE_S)
-            for waiting in pending:
-                waiting.cancel()
-        for connection in connections:
+        self._ending = True
+        ends = {asyncio.create_task(connection.end()) for connection in self._connections}
+        if ends:
+            _, pending = await asyncio.wait(ends, timeout=grace_s)
+            for end in pending:
+                end.cancel()
+        for connection in list(self._connections):
             connection.abort()
 
     def _connection(self) -> _Connection:
         service = _Executor(self._intake, self._access, self._link)
-        return _Connection(service, self._gate, self._connections)
+        connection = _Connection(service, self._gate, self._connections)
+        if self._ending:
+            # It was accepted just before the end: told at once to go elsewhere.
+            asyncio.get_running_loop().call_soon(connection.say_goodbye)
+        return connection
 
 
 class _Connection(H2Protocol):
@@ -133,6 +133,7 @@ class _Connection(H2Protocol):
         self._gate = gate
         self._connections = connections
         self._transport: asyncio.Transport | None = None
+        self._goodbye_seen = asyncio.Event()
         self.lost = asyncio.Event()
 
     @property
@@ -144,14 +145,33 @@ class _Connection(H2Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._service.refusal = self._gate.refusal(transport)
         super().connection_made(transport)
+        self.processor.processors[PingAckReceived] = self._ping_answered
         self._connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._connections.discard(self)
+        self._goodbye_seen.set()
         self.lost.set()
         if self._service.refusal is not None:
             self._gate.closed()
+
+    async def end(self) -> None:
+        """Let the peer go elsewhere, answer what it has asked, and close the connection.
+
+        In the steps of RFC 9113, 6.8: without the second one, a call that the peer made before it
+        read the goodbye would be cut.
+        """
+        self.say_goodbye()
+        await _at_most(CLOSE_S, self._goodbye_seen)
+        while calls := self.calls:
+            await asyncio.wait(calls)
+        self._send_goaway(self.connection._connection.highest_inbound_stream_id)
+        # The peer closes when it has its answers. Closed by us, with bytes of its unread, the
+        # connection would be reset, and the answers lost with it.
+        await _at_most(CLOSE_S, self.lost)
+        self.processor.close("the worker ends")
+        await _at_most(CLOSE_S, self.lost)
 
     def abort(self) -> None:
         """Close at once, whatever is unsent."""
@@ -159,13 +179,28 @@ class _Connection(H2Protocol):
             self._transport.abort()
 
     def say_goodbye(self) -> None:
-        """Send GOAWAY: the peer makes its further calls over another connection.
+        """Ask the peer to make further calls over another connection, and to say that it has read it."""
+        if self._transport is None or self._transport.is_closing():
+            self._goodbye_seen.set()
+            return
+        self._send_goaway(2**31 - 1)
+        self.connection._connection.ping(_GOODBYE)
+        self.connection.flush()
 
-        Written by hand: h2's own way takes the connection for closed and answers no call any more.
-        """
+    def _send_goaway(self, last_stream_id: int) -> None:
+        # By hand: h2's own way takes the connection for closed and answers no call any more.
         if self._transport is not None and not self._transport.is_closing():
-            last = self.connection._connection.highest_inbound_stream_id
-            self._transport.write(GoAwayFrame(0, last_stream_id=last).serialize())
+            self._transport.write(GoAwayFrame(0, last_stream_id=last_stream_id).serialize())
+
+    def _ping_answered(self, event: PingAckReceived) -> None:
+        if event.ping_data == _GOODBYE:
+            self._goodbye_seen.set()
+        self.connection.ping_ack_process()
+
+
+async def _at_most(timeout_s: float, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 class _Executor(ExecutorServiceBase):
