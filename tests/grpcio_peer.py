@@ -9,6 +9,7 @@ It first prints {"address": ...}, then one line for each line that it reads:
 
     {"do": "call", "address", "method", "fields"}    -> {"answer": {...}} or {"status", "message"}
     {"do": "flood", "address", "count", "in_flight"} -> {"failed": [...]}: dispatches, kept channels
+    {"do": "ends"}                                   -> {"ends": {id: [status, ...]}}
     {"do": "messages"}                               -> {"messages": [[method, fields, metadata]]}
 """
 
@@ -116,6 +117,14 @@ class Peer:
             failed = [reason for reason in threads.map(one, range(count)) if reason]
         return {"failed": failed}
 
+    def ends(self) -> dict[str, list[str]]:
+        """The terminal reports' statuses, by task."""
+        found: dict[str, list[str]] = {}
+        for method, fields, _ in list(self.messages):
+            if method == "ReportTaskStatus" and fields["status"] != "running":
+                found.setdefault(fields["schedule_instance_id"], []).append(fields["status"])
+        return found
+
     def close(self) -> None:
         self._server.stop(None).wait()
 
@@ -128,6 +137,8 @@ def main() -> None:
         do = asked.pop("do")
         if do == "messages":
             found: dict[str, Any] = {"messages": list(peer.messages)}
+        elif do == "ends":
+            found = {"ends": peer.ends()}
         else:
             found = {"call": peer.call, "flood": peer.flood}[do](**asked)
         print(json.dumps(found), flush=True)

@@ -138,15 +138,11 @@ class SmallWorker:
         about: dict[str, Any] = {name: key, "error_code": "", "error_message": ""}
         if fault != "no ack":
             self._tell(ACK_PATH, schedule_instance_id=key)
-        running = {**about, "status": "running"}
-        if fault == "errors in running":
-            running["error_message"] = "so far so good"
-        if fault != "running last":
-            self._tell(REPORT_PATH, **running)
         zone = None if fault == "local time" else datetime.UTC
         started_at = datetime.datetime.now(zone).isoformat()
-        output, code = "unknown type", 1
+        process = None
         if task_type == "shell":
+            # Before it is told to run, since a cancel may follow at once.
             process = subprocess.Popen(
                 ["bash", "-c", f"exec 2>&1; {payload}"],
                 stdout=subprocess.PIPE,
@@ -154,6 +150,13 @@ class SmallWorker:
                 start_new_session=True,
             )
             self._seen[key] = process
+        running = {**about, "status": "running"}
+        if fault == "errors in running":
+            running["error_message"] = "so far so good"
+        if fault != "running last":
+            self._tell(REPORT_PATH, **running)
+        output, code = "unknown type", 1
+        if process is not None:
             output, code = process.communicate()[0], process.returncode
         status = "cancelled" if key in self._cancelled else "failed" if code else "success"
         end = {

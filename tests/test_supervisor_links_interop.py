@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,36 @@ def test_mutual_tls_and_a_token_work_with_gRPCs_own_library(  # noqa: N802
         assert stranger.execute(address, "b", "true")["status"] == "UNAUTHENTICATED"
         plain = make_peer()
         assert plain.execute(address, "c", "true")["status"] == "UNAVAILABLE"
+    finally:
+        worker.close()
+
+
+def test_tasks_start_while_grpc_is_busy_and_none_hangs(make_peer: Callable[..., Peer]) -> None:
+    """STOCKADE_TEST_TASKS=10000 for as many as have made others' workers hang."""
+    count = int(os.environ.get("STOCKADE_TEST_TASKS", "300"))
+    peer = make_peer()
+    busy = make_peer()
+    worker = started(peer, peer.address)
+    try:
+        address = worker.listen("grpc")
+        # Another caller's calls all the while: duplicates, which the worker answers and never runs.
+        ended = threading.Event()
+
+        def repeat() -> None:
+            while not ended.is_set():
+                assert busy.do("flood", address=address, count=50, in_flight=4) == {"failed": []}
+
+        repeating = threading.Thread(target=repeat)
+        repeating.start()
+        try:
+            flood = peer.do("flood", address=address, count=count, in_flight=16)
+            assert flood == {"failed": []}
+            eventually(lambda: len(peer.do("ends")["ends"]) == count, 60 + count / 5)
+        finally:
+            ended.set()
+            repeating.join()
+        eventually(lambda: worker.status()["undelivered_reports"] == 0)
+        assert set(map(tuple, peer.do("ends")["ends"].values())) == {("success",)}
     finally:
         worker.close()
 

@@ -179,7 +179,7 @@ class _Connection(H2Protocol):
             self._transport.abort()
 
     def say_goodbye(self) -> None:
-        """Ask the peer to make further calls over another connection, and to say that it has read it."""
+        """Ask the peer to call over another connection from now on, and to confirm."""
         if self._transport is None or self._transport.is_closing():
             self._goodbye_seen.set()
             return
