@@ -3,7 +3,8 @@
     python benchmarks/links.py [--repetitions N] [--in-flight N ...] [--json FILE]
 
 One worker serves http and grpc at once, each with a scheduler of its own on loopback that takes the
-reports and dials as the real ones do: http over kept connections, grpc over a new one each time. The links take turns, so that what disturbs one disturbs the other.
+reports and dials as the real ones do: http over kept connections, grpc over a new one each time.
+The links take turns, so that what disturbs one disturbs the other.
 Times are this machine's and this moment's: only the ratios carry over.
 """
 
