@@ -111,7 +111,7 @@ def view_of(loaded: Loaded) -> View:
     profile = config.profile
     own_paths = (
         CONFIGURATION, loaded.file, config.worker.state_dir, config.worker.runtime_dir,
-        config.http.token_file,
+        *(path for link in config.links.values() for path in (link.token_file, link.tls_key)),
     )  # fmt: skip
     own = [str(path) for path in own_paths if path is not None]
     return View(

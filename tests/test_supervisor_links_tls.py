@@ -26,6 +26,7 @@ from stockade.supervisor.links.listeners import open_listeners
 from stockade.supervisor.links.running import make_links, read_link_credentials
 from stockade.supervisor.links.two_way import TwoWayLink
 from stockade.supervisor.wire.messages import AckRequest, ExecuteRequest
+from stockade.supervisor.worker import view_of
 
 ALPN = {"http": "http/1.1", "grpc": "h2"}
 ACK = AckRequest(schedule_instance_id="task-1", worker_id="w1")
@@ -341,6 +342,24 @@ def test_files_that_cannot_be_used_are_refused_naming_key_and_file(
     ):
         with pytest.raises(ConfigError, match=rf"cannot use {link}\.(tls_cert .*)?{named}"):
             read_link_credentials(config(tmp_path, link, **keys))
+
+
+def test_tasks_see_neither_the_key_nor_the_token(
+    tmp_path: Path, link: str, ours: Authority
+) -> None:
+    cert, key = ours.issue("worker")
+    token = tmp_path / "token"
+    token.write_text("s3cret")
+    overrides = {
+        "worker.state_dir": str(tmp_path / "state"),
+        "worker.runtime_dir": str(tmp_path / "run"),
+        f"{link}.listen": "127.0.0.1:0",
+        f"{link}.tls_cert": str(cert),
+        f"{link}.tls_key": str(key),
+        f"{link}.token_file": str(token),
+    }
+    hidden = view_of(load(None, {"HOME": str(tmp_path)}, overrides)).inaccessible_paths
+    assert {str(key), str(token)} <= set(hidden)
 
 
 # A whole worker.

@@ -60,7 +60,7 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, ok: _Optional[bool] = ...) -> None: ...
 
 class ReportTaskStatusRequest(_message.Message):
-    __slots__ = ("schedule_instance_id", "worker_id", "status", "error_code", "error_message", "finished_unix_seconds", "started_at", "finished_at", "exit_code", "signal", "reason", "wall_s", "cpu_s", "cpu_user_s", "cpu_system_s", "memory_peak_bytes", "processes_peak", "io_read_bytes", "io_write_bytes", "output_bytes", "output_truncated", "profile", "degraded")
+    __slots__ = ("schedule_instance_id", "worker_id", "status", "error_code", "error_message", "finished_unix_seconds", "started_at", "finished_at", "exit_code", "signal", "reason", "wall_s", "cpu_s", "cpu_user_s", "cpu_system_s", "memory_peak_bytes", "processes_peak", "io_read_bytes", "io_write_bytes", "output_bytes", "output_truncated", "profile", "degraded", "cpu_throttled_s", "memory_peak_source", "stall_cpu_s", "stall_memory_s", "stall_io_s")
     SCHEDULE_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,11 @@ class ReportTaskStatusRequest(_message.Message):
     OUTPUT_TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    CPU_THROTTLED_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PEAK_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STALL_CPU_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_MEMORY_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_IO_S_FIELD_NUMBER: _ClassVar[int]
     schedule_instance_id: str
     worker_id: str
     status: str
@@ -107,7 +112,12 @@ class ReportTaskStatusRequest(_message.Message):
     output_truncated: bool
     profile: str
     degraded: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, schedule_instance_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., status: _Optional[str] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., finished_unix_seconds: _Optional[int] = ..., started_at: _Optional[str] = ..., finished_at: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[str] = ..., reason: _Optional[str] = ..., wall_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., cpu_user_s: _Optional[float] = ..., cpu_system_s: _Optional[float] = ..., memory_peak_bytes: _Optional[int] = ..., processes_peak: _Optional[int] = ..., io_read_bytes: _Optional[int] = ..., io_write_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., output_truncated: _Optional[bool] = ..., profile: _Optional[str] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
+    cpu_throttled_s: float
+    memory_peak_source: str
+    stall_cpu_s: float
+    stall_memory_s: float
+    stall_io_s: float
+    def __init__(self, schedule_instance_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., status: _Optional[str] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., finished_unix_seconds: _Optional[int] = ..., started_at: _Optional[str] = ..., finished_at: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[str] = ..., reason: _Optional[str] = ..., wall_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., cpu_user_s: _Optional[float] = ..., cpu_system_s: _Optional[float] = ..., memory_peak_bytes: _Optional[int] = ..., processes_peak: _Optional[int] = ..., io_read_bytes: _Optional[int] = ..., io_write_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., output_truncated: _Optional[bool] = ..., profile: _Optional[str] = ..., degraded: _Optional[_Iterable[str]] = ..., cpu_throttled_s: _Optional[float] = ..., memory_peak_source: _Optional[str] = ..., stall_cpu_s: _Optional[float] = ..., stall_memory_s: _Optional[float] = ..., stall_io_s: _Optional[float] = ...) -> None: ...
 
 class ReportTaskStatusResponse(_message.Message):
     __slots__ = ("ok",)
