@@ -156,6 +156,9 @@ class Judge:
         one, two = self.id("order-1"), self.id("order-2")
         complaints = self.send(one, "echo hello") + self.send(two, "exit 3")
         complaints += self.ended(one, "success", "hello") + self.ended(two, "failed")
+        # What a worker tells too much, it has told by the end of another task.
+        later = self.id("order-3")
+        complaints += self.send(later, "sleep 1") + self.ended(later, "success")
         messages = self.scheduler.messages
         return complaints + told_in_order(messages, one) + told_in_order(messages, two)
 

@@ -39,7 +39,13 @@ def _cgroups() -> set[str]:
     mount = cgroup.find_mount()
     if mount is None:
         return set()
-    return {str(path) for path in Path(os.fsdecode(mount)).glob("**/stockade-*")}
+    # Not glob: it fails when a group goes while it looks.
+    return {
+        f"{directory}/{name}"
+        for directory, names, _ in os.walk(os.fsdecode(mount))
+        for name in names
+        if name.startswith("stockade-")
+    }
 
 
 def _mounts() -> set[str]:
