@@ -18,6 +18,7 @@ from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.profiles import Profile
 from stockade.supervisor.config_values import (
     ADVERTISED,
+    COMMAND,
     ENVIRONMENT,
     GRPC_ADDRESS,
     GRPC_ADDRESSES,
@@ -27,6 +28,7 @@ from stockade.supervisor.config_values import (
     OPTIONAL_PATH,
     PATH,
     PATHS,
+    PLACES,
     SWITCH,
     TEXT,
     URL,
@@ -43,6 +45,7 @@ from stockade.supervisor.config_values import (
     size,
 )
 from stockade.supervisor.limits import LIMIT_FIELDS
+from stockade.supervisor.task_types.http_access import DENIED_BY_DEFAULT
 
 ENVIRONMENT_PREFIX: Final = "STOCKADE_"
 
@@ -209,11 +212,13 @@ class ShellConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         environment: further variables of every shell task. May hold secrets: never printed.
+        interpreter: program and arguments that a payload is added to.
         lang: LANG of the task.
         path: PATH of the task.
     """
 
     environment: Annotated[dict[str, str], ENVIRONMENT] = {}
+    interpreter: Annotated[tuple[str, ...], COMMAND] = ("/bin/bash", "-lc")
     lang: Annotated[str, TEXT] = "C.UTF-8"
     path: Annotated[str, TEXT] = "/usr/local/bin:/usr/bin:/bin"
 
@@ -222,11 +227,17 @@ class HttpTaskConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``[task.http]``.
 
     Attributes:
+        allow: the only hosts and networks that are connected to; empty: all not denied.
         body_max: bytes of a response that are read; the rest is cut.
+        connect_timeout: longest until a server is connected to.
+        deny: hosts and networks that are never connected to.
         redirects_max: redirects that are followed.
     """
 
+    allow: Annotated[tuple[str, ...], PLACES] = ()
     body_max: Annotated[int, size(0, 1024 * MIB)] = MIB
+    connect_timeout: Annotated[float, seconds(0.01)] = 10.0
+    deny: Annotated[tuple[str, ...], PLACES] = DENIED_BY_DEFAULT
     redirects_max: Annotated[int, count(0, 100)] = 5
 
 

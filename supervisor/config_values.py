@@ -237,13 +237,37 @@ def _read_network(raw: object) -> str:
         raise ValueError(f"{shown(text)} is not a network such as 10.0.0.0/8: {error}") from error
 
 
-def _list(read: Callable[[object], str]) -> Kind:
+def _read_place(raw: object) -> str:
+    text = _line(raw)
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        name = text.lower().rstrip(".")
+        if not re.fullmatch(r"\.?[a-z0-9_-]+(\.[a-z0-9_-]+)*", name) or name[-1].isdigit():
+            raise ValueError(
+                f"{shown(text)} is neither a network such as 10.0.0.0/8 nor a host such as"
+                " api.example.com or, for all hosts below it, .example.com"
+            ) from error
+        return name
+
+
+def _read_command(raw: object) -> tuple[str, ...]:
+    if isinstance(raw, str):
+        raw = [word.strip() for word in raw.split(",")]
+    words = _list(_text, repeats=True).read(raw)
+    if not words or not words[0].startswith("/"):
+        raise ValueError('it is not a program by its absolute path, such as ["/bin/bash", "-lc"]')
+    return tuple(words)
+
+
+def _list(read: Callable[[object], str], *, repeats: bool = False) -> Kind:
     def read_list(raw: object) -> tuple[str, ...]:
         if isinstance(raw, str):
             raw = [item for item in raw.split(",") if item.strip()]
         if not isinstance(raw, list | tuple):
             raise ValueError('it is not a list such as ["a", "b"]')
-        return tuple(dict.fromkeys(read(item) for item in raw))
+        values = [read(item) for item in raw]
+        return tuple(values if repeats else dict.fromkeys(values))
 
     return Kind(read_list, lambda values: f"[{', '.join(map(quoted, values))}]")
 
@@ -311,6 +335,8 @@ URLS: Final = _list(_read_url)
 NETWORKS: Final = _list(_read_network)
 PATHS: Final = _list(_read_path_below_root)
 SWITCH: Final = Kind(_read_switch, lambda value: "true" if value else "false")
+PLACES: Final = _list(_read_place)
+COMMAND: Final = Kind(_read_command, _list(_text).write)
 LABELS: Final = Kind(_read_map, _write_map)
 ENVIRONMENT: Final = Kind(_read_environment, _write_names)
 

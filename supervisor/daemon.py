@@ -33,9 +33,8 @@ from stockade.supervisor.planning import Planner
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.slots import SpawnerClient
 from stockade.supervisor.sweeper import sweep_for_ever
-from stockade.supervisor.task_types.base import TaskType
-from stockade.supervisor.task_types.http import HttpTask
-from stockade.supervisor.task_types.shell import ShellTask
+from stockade.supervisor.task_types.built_in import built_in_types
+from stockade.supervisor.task_types.door import Door, close_types, make_types
 
 log = structlog.get_logger(__name__)
 
@@ -55,9 +54,10 @@ class Daemon:
         places: WorkerPlaces,
         spawner_socket: Path,
         credentials: Mapping[str, Credentials],
-        task_uids: range | None,
         *,
+        task_uids: range | None,
         unavailable: Mapping[str, str],
+        door: Door,
     ) -> None:
         self._config = config
         self._places = places
@@ -65,20 +65,8 @@ class Daemon:
         self._credentials = credentials
         self._task_uids = task_uids
         self._unavailable = unavailable
-        self._task_types: dict[str, TaskType] = {
-            task_type.name: task_type
-            for task_type in (
-                ShellTask(
-                    path=config.task_shell.path,
-                    lang=config.task_shell.lang,
-                    extra=config.task_shell.environment,
-                ),
-                HttpTask(
-                    body_max=config.task_http.body_max,
-                    redirects_max=config.task_http.redirects_max,
-                ),
-            )
-        }
+        self._task_types, self._type_faults = make_types(door)
+        self._task_types |= {task_type.name: task_type for task_type in built_in_types(config)}
         self._stop_requests = 0
         self._stop_asked = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -93,8 +81,7 @@ class Daemon:
         try:
             return await self._run(journal, listeners, control_socket)
         finally:
-            for task_type in self._task_types.values():
-                await task_type.close()
+            await close_types(self._task_types)
             await journal.close()
 
     async def _run(
@@ -216,6 +203,7 @@ class Daemon:
             profile=config.profile.name.value,
             unavailable=self._unavailable,
             task_types=self._task_types,
+            faults=self._type_faults,
         )
 
     async def _let_tasks_end(self, executor: Executor, connection: asyncio.Task[None]) -> None:

@@ -30,7 +30,13 @@ from stockade.supervisor.journal import Journal, Row
 from stockade.supervisor.journal_rows import summarise
 from stockade.supervisor.live_task import LiveTask, OutputPipe, Phase
 from stockade.supervisor.output import Capture, OutputStore
-from stockade.supervisor.planning import Planner, cancelled_before_start, lost, refused
+from stockade.supervisor.planning import (
+    Planner,
+    TaskTypeFaultError,
+    cancelled_before_start,
+    lost,
+    refused,
+)
 from stockade.supervisor.process_plan import pack_start
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.slots import SpawnerClient
@@ -353,6 +359,8 @@ class Executor:
             outcome = await self._carry_out(task)
         except RejectedError as error:
             outcome = refused(error)
+        except TaskTypeFaultError as error:
+            outcome = Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=str(error)[:1000])
         except Exception as error:
             log.exception("a task's start failed", seq=task.seq)
             outcome = Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=f"fault: {error!r}")
@@ -370,23 +378,21 @@ class Executor:
             await self.persist(lambda: self.journal.start(task.seq))
             task.row = dataclasses.replace(task.row, state=State.RUNNING)
         if isinstance(planned.plan, LoopPlan):
-            return await self._run_in_loop(task, planned.plan, planned.limits.runtime_max)
+            return await self._run_in_loop(task, planned.plan, planned.limits)
         task.packed = packed
         # Without a spawner it is sent when the next one has told what lives.
         if self.connected.is_set() and not task.ended.done():
             self.send(task)
         return await task.ended
 
-    async def _run_in_loop(
-        self, task: LiveTask, plan: LoopPlan, runtime_max_s: float | None
-    ) -> Outcome:
+    async def _run_in_loop(self, task: LiveTask, plan: LoopPlan, limits: Limits) -> Outcome:
         if task.ended.done():
             return task.ended.result()
         capture = self._open_capture(task)
         task.phase = Phase.RUNNING
         task.row = dataclasses.replace(task.row, started_at=time.time())
         self._reporter.running(task.row)
-        return await run_in_loop(task, plan, capture, runtime_max_s)
+        return await run_in_loop(task, plan, capture, limits)
 
     def _attach(self, task: LiveTask, output_fd: int | None) -> None:
         if output_fd is None:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import structlog
+
+from stockade.platform.errors import StockadeError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.profiles import PROFILES
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.limits import effective
-from stockade.supervisor.task_types.base import Plan, TaskType
+from stockade.supervisor.process_plan import ProcessPlan
+from stockade.supervisor.task_types.base import LoopPlan, Plan, TaskType
+
+log = structlog.get_logger(__name__)
 
 
 class UnsupportedTaskTypeError(RejectedError):
     """No task type has the name that the dispatch asks for."""
 
-    def __init__(self, name: str, known: Mapping[str, TaskType]) -> None:
-        super().__init__(
-            Rejection.INVALID,
-            f"unsupported task type {name[:64]!r}: this worker has {', '.join(sorted(known))}",
-        )
+    def __init__(self, name: str, known: Mapping[str, TaskType], fault: str = "") -> None:
+        why = fault or f"this worker has {', '.join(sorted(known))}"
+        super().__init__(Rejection.INVALID, f"unsupported task type {name[:64]!r}: {why}")
+
+
+class TaskTypeFaultError(StockadeError):
+    """A task type did what its contract forbids: a fault of whoever wrote it, not of the task."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +53,7 @@ class Planner:
         profile: the worker's own profile.
         unavailable: the profiles that this host cannot enforce and may not weaken, and why.
         task_types: by name.
+        faults: why a type is missing that should be there, by name.
     """
 
     def __init__(
@@ -55,27 +64,31 @@ class Planner:
         profile: str,
         unavailable: Mapping[str, str],
         task_types: Mapping[str, TaskType],
+        faults: Mapping[str, str] | None = None,
     ) -> None:
         self._limits = limits
         self._limits_max = limits_max
         self._profile = profile
         self._unavailable = unavailable
         self._task_types = task_types
+        self._faults = faults or {}
 
     def plan(self, dispatch: Dispatch) -> Planned:
         """Everything that starting ``dispatch`` takes. Pure.
 
         Raises:
             RejectedError: INVALID; it cannot be run, and why.
+            TaskTypeFaultError: its task type is at fault.
         """
         task_type = self._task_types.get(dispatch.task_type)
         if task_type is None:
-            raise UnsupportedTaskTypeError(dispatch.task_type, self._task_types)
+            fault = self._faults.get(dispatch.task_type, "")
+            raise UnsupportedTaskTypeError(dispatch.task_type, self._task_types, fault)
         profile = self._choose_profile(dispatch.profile)
         limits, notes = effective(
             self._limits, self._limits_max, dispatch.limits, dispatch.timeout_s
         )
-        return Planned(task_type.plan(dispatch), limits, profile, notes)
+        return Planned(_planned_by(task_type, dispatch), limits, profile, notes)
 
     def _choose_profile(self, wish: str | None) -> str:
         if wish is not None and wish not in PROFILES:
@@ -91,6 +104,25 @@ class Planner:
                 f"profile {asked} is not available on this host: {self._unavailable[asked]}",
             )
         return asked
+
+
+def _planned_by(task_type: TaskType, dispatch: Dispatch) -> Plan:
+    try:
+        task_type.validate(dispatch)
+        plan = task_type.plan(dispatch)
+    except RejectedError:
+        raise
+    except Exception as error:
+        log.exception("a task type is at fault", task_type=dispatch.task_type)
+        raise TaskTypeFaultError(
+            f"fault in task type {dispatch.task_type}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(plan, ProcessPlan | LoopPlan):
+        raise TaskTypeFaultError(
+            f"fault in task type {dispatch.task_type}: plan() gave {type(plan).__name__},"
+            " neither ProcessPlan nor LoopPlan"
+        )
+    return plan
 
 
 def refused(error: RejectedError) -> Outcome:

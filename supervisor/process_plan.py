@@ -22,6 +22,13 @@ MAX_STRING_BYTES: Final = 128 * 1024 - 1
 MAX_EXEC_BYTES: Final = 2 * 1024 * 1024 - 64 * 1024
 _POINTER_BYTES: Final = 8
 
+# Each file travels as one descriptor, its name within one message; sandbox/protocol.py and
+# starting.py have the limits that these stay below.
+FILES_MAX: Final = 150
+FILE_NAME_BYTES_MAX: Final = 255
+FILE_NAMES_BYTES_MAX: Final = 8 * 1024
+FILES_BYTES_MAX: Final = 16 * 1024 * 1024
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessPlan:
@@ -77,6 +84,14 @@ def pack_start(
     Raises:
         RejectedError: INVALID; the kernel would refuse to execute it, with which part and why.
     """
+    if not plan.argv:
+        raise invalid("there is no program")
+    if plan.directory is not None and not plan.directory.startswith("/"):
+        raise invalid(f"its directory {plan.directory[:100]!r} is not an absolute path")
+    for name in plan.environment:
+        if not name or "=" in name:
+            raise invalid(f"{name[:100]!r} is not the name of an environment variable")
+    _check_files(plan.files)
     arguments = [_encode(text, "an argument") for text in plan.argv]
     environment = [
         _encode(f"{name}={value}", f"environment variable {name!r}")
@@ -101,6 +116,36 @@ def pack_start(
     )
     strings = b"".join(text + b"\0" for text in (*arguments, *environment))
     return PackedStart(message, strings, tuple(plan.files.values()))
+
+
+def invalid(why: str) -> RejectedError:
+    """The error of a plan that cannot be carried out."""
+    return RejectedError(Rejection.INVALID, f"cannot start the task: {why}")
+
+
+def _check_files(files: dict[str, bytes]) -> None:
+    names_bytes = 0
+    for name in files:
+        encoded = _encode(name, "the name of a file")
+        if name in ("", ".", "..") or "/" in name:
+            raise invalid(
+                f"{name[:100]!r} is not a plain file name;"
+                " files lie in the work directory itself, without folders"
+            )
+        if len(encoded) > FILE_NAME_BYTES_MAX:
+            raise invalid(
+                f"the file name {name[:32]!r}... takes {len(encoded)} bytes,"
+                f" the most is {FILE_NAME_BYTES_MAX}"
+            )
+        names_bytes += len(encoded)
+    if len(files) > FILES_MAX or names_bytes > FILE_NAMES_BYTES_MAX:
+        raise invalid(
+            f"{len(files)} files with {names_bytes} bytes of names; the most is {FILES_MAX}"
+            f" and {FILE_NAMES_BYTES_MAX}; put them into one archive"
+        )
+    content_bytes = sum(memoryview(content).nbytes for content in files.values())
+    if content_bytes > FILES_BYTES_MAX:
+        raise invalid(f"its files take {content_bytes} bytes, the most is {FILES_BYTES_MAX}")
 
 
 def _encode(text: str, what: str) -> bytes:

@@ -5,40 +5,108 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 
+import structlog
+
+from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.limits import format_seconds
 from stockade.supervisor.live_task import LiveTask
 from stockade.supervisor.output import Capture
+from stockade.supervisor.planning import TaskTypeFaultError
 from stockade.supervisor.task_types.base import LoopPlan
 
+log = structlog.get_logger(__name__)
 
-async def run_in_loop(
-    task: LiveTask, plan: LoopPlan, capture: Capture, runtime_max_s: float | None
-) -> Outcome:
-    """Run a task that needs no slot, to its end, its deadline or its cancel."""
+
+async def run_in_loop(task: LiveTask, plan: LoopPlan, capture: Capture, limits: Limits) -> Outcome:
+    """Run a task that needs no slot, to its end, its deadline or its cancel.
+
+    A coroutine that does not stop when it is cancelled is left behind after ``timeout_stop``: the
+    task's outcome and its place do not wait for it.
+    """
     started = time.monotonic()
-    task.work = asyncio.ensure_future(plan.run(capture.write))
+    output = _Output(capture)
+    # What a cancel of the task cancels.
+    task.work = asyncio.ensure_future(_supervised(task, plan, output, limits))
     try:
-        async with asyncio.timeout(runtime_max_s) as deadline:
-            outcome = await task.work
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        limit = format_seconds(runtime_max_s)
-        outcome = Outcome(
-            Status.TIMEOUT, ErrorCode.TIMEOUT, reason=f"timeout: ran longer than {limit}"
-        )
-    except asyncio.CancelledError:
-        if not task.cancel_reason:
-            raise
-        outcome = Outcome(Status.CANCELLED, ErrorCode.CANCELLED, reason=task.cancel_reason)
+        outcome = await task.work
+    finally:
+        output.closed = True
     return dataclasses.replace(
         outcome,
         wall_s=time.monotonic() - started,
         started_at=task.row.started_at,
         finished_at=time.time(),
     )
+
+
+class _Output:
+    """What a coroutine prints into, until its task is over."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        if self.closed:
+            raise RuntimeError("cannot write output: the task is over")
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"cannot write output: {type(data).__name__} is not bytes")
+        self._capture.write(bytes(data))
+
+
+async def _supervised(task: LiveTask, plan: LoopPlan, output: _Output, limits: Limits) -> Outcome:
+    work = asyncio.ensure_future(_contained(plan, output.write))
+    try:
+        done, _ = await asyncio.wait({work}, timeout=limits.runtime_max)
+        limit = format_seconds(limits.runtime_max)
+        status, code, reason = (
+            Status.TIMEOUT, ErrorCode.TIMEOUT, f"timeout: ran longer than {limit}",
+        )  # fmt: skip
+    except asyncio.CancelledError:
+        if not task.cancel_reason:
+            work.cancel()
+            raise
+        done = {work} if work.done() else set()
+        status, code, reason = Status.CANCELLED, ErrorCode.CANCELLED, task.cancel_reason
+    if done:
+        return _result(task, work)
+    output.closed = True
+    work.cancel()
+    await asyncio.wait({work}, timeout=limits.timeout_stop)
+    if not work.done():
+        log.error("a task's code ignores its cancellation", task_type=task.row.dispatch.task_type)
+        reason += "; its code did not stop when asked and was left behind"
+    # Whatever it still returns or raises changes nothing, and is no news to the loop.
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return Outcome(status, code, reason=reason)
+
+
+def _result(task: LiveTask, work: asyncio.Future[Outcome]) -> Outcome:
+    if work.cancelled():
+        return _at_fault(task, asyncio.CancelledError("it cancelled itself"))
+    error = work.exception()
+    return work.result() if error is None else _at_fault(task, error)
+
+
+async def _contained(plan: LoopPlan, write: Callable[[bytes], None]) -> Outcome:
+    try:
+        outcome = await plan.run(write)
+    except (SystemExit, KeyboardInterrupt) as error:
+        # In a task of the loop these would end the loop itself.
+        raise TaskTypeFaultError(f"it raised {type(error).__name__}") from error
+    if not isinstance(outcome, Outcome):  # whatever its type hints promise
+        raise TaskTypeFaultError(f"run() gave {type(outcome).__name__}, not an Outcome")
+    return outcome
+
+
+def _at_fault(task: LiveTask, error: BaseException) -> Outcome:
+    task_type = task.row.dispatch.task_type
+    log.error("a task type is at fault", task_type=task_type, exc_info=error)
+    text = " ".join(f"fault in task type {task_type}: {type(error).__name__}: {error}".split())
+    return Outcome(Status.FAILED, ErrorCode.EXECUTE_FAILED, reason=text[:1000])
 
 
 def completed(task: LiveTask, outcome: Outcome) -> Outcome:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,8 @@ from stockade.supervisor.errors import ConfigError
 from stockade.supervisor.links.running import open_link_listeners, read_link_credentials
 from stockade.supervisor.logs import set_up_logs
 from stockade.supervisor.places import become, open_places, supervisor_user
+from stockade.supervisor.task_types.built_in import NAMES
+from stockade.supervisor.task_types.door import load_classes
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +68,10 @@ def run_worker(loaded: Loaded) -> int:
     places = open_places(config.worker, user)
     listeners = open_link_listeners(config)
     credentials = read_link_credentials(config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # An http task is a connection and an output file; a thousand pass the usual soft limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     prctl.set_child_subreaper()
     oom_score.protect_worker()
     as_root = os.geteuid() == 0
@@ -91,11 +98,19 @@ def run_worker(loaded: Loaded) -> int:
     )
     for module in _NEEDED_LATER:
         importlib.import_module(module)
+    # Before the user changes, as above: they may be installed where only root can look.
+    door = load_classes(NAMES)
     if user.changes:
         become(user)
     task_uids = range(config.worker.uid_min, config.worker.uid_max + 1) if as_root else None
     daemon = Daemon(
-        config, places, Path(spawner.socket_path), credentials, task_uids, unavailable=unavailable
+        config,
+        places,
+        Path(spawner.socket_path),
+        credentials,
+        task_uids=task_uids,
+        unavailable=unavailable,
+        door=door,
     )
     return uvloop.run(daemon.run(listeners, control))
 

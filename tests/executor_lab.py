@@ -31,7 +31,9 @@ from stockade.supervisor.output import OutputStore
 from stockade.supervisor.planning import Planner
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.slots import SpawnerClient
+from stockade.supervisor.task_types.base import TaskType
 from stockade.supervisor.task_types.http import HttpTask
+from stockade.supervisor.task_types.http_access import DENIED_BY_DEFAULT, Access
 from stockade.supervisor.task_types.shell import ShellTask
 from stockade.supervisor.wire.messages import ExecuteRequest
 
@@ -87,8 +89,14 @@ class Life:
         self.journal = journal
         self.reporter = RecordingReporter()
         self.output = OutputStore(lab.place / "output", Limits().output_max)
-        self.http = HttpTask(body_max=1000, redirects_max=3)
-        types = (ShellTask(path="/usr/bin:/bin", lang="C.UTF-8", extra={}), self.http)
+        self.http = HttpTask(
+            body_max=1000,
+            redirects_max=3,
+            connect_timeout_s=10.0,
+            access=Access((), DENIED_BY_DEFAULT),
+        )
+        shell = ShellTask(path="/usr/bin:/bin", lang="C.UTF-8", extra={})
+        self.types: dict[str, TaskType] = {"shell": shell, "http": self.http}
         reporter = cast(Reporter, self.reporter)
         keys = {f"worker.{name}": value for name, value in worker.items()}
         # Whatever else this machine does: no test waits for it unless it asks to.
@@ -103,7 +111,7 @@ class Life:
                 limits_max=UNLIMITED,
                 profile="process",
                 unavailable={},
-                task_types={task_type.name: task_type for task_type in types},
+                task_types=self.types,
             ),
             admission=self.admission,
             max_concurrency=max_concurrency,
@@ -168,7 +176,6 @@ class ExecutorLab:
                 # Before the loop cancels what the executor has under way.
                 connection.cancel()
                 await asyncio.wait([connection])
-                await life.http.close()
                 await journal.close()
 
         asyncio.run(main())

@@ -90,7 +90,7 @@ def test_every_default_can_be_set_by_file_environment_and_flag_to_the_same(write
         raw = tomllib.loads(f"x = {toml}")["x"]
         assert load(write(f"[{key.section}]\n{key.name} = {toml}\n"), {}).config == plain, key
         assert load(None, {}, {key.dotted: raw}).config == plain, key
-        text = raw if isinstance(raw, str) else "" if raw in ([], {}) else str(raw)
+        text = ",".join(raw) if isinstance(raw, list) else "" if raw == {} else str(raw)
         loaded = load(None, {key.environment: text})
         assert loaded.config == plain, key
         assert loaded.sources[key.dotted] == f"environment {key.environment}"
@@ -233,6 +233,12 @@ def test_all_problems_are_told_at_once(write):
         ("task.shell.environment", {"HOME": "/root"}),
         ("task.shell.environment", {"PATH": "/x"}),
         ("task.http.redirects_max", 1000),
+        ("task.http.allow", ["10.0.0.1/8"]),
+        ("task.http.deny", ["http://a/"]),
+        ("task.http.deny", ["10.0.0.256"]),
+        ("task.shell.interpreter", []),
+        ("task.shell.interpreter", ["bash", "-c"]),
+        ("task.shell.interpreter", ["/bin/bash", 1]),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_naming_its_key(key, value):

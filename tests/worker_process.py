@@ -76,6 +76,7 @@ class WorkerProcess:
         link: ``http`` or ``grpc``: the section of the scheduler's link.
         lines: further lines for that section.
         profile: many tests look at what tasks write into the host's directories, so not private.
+        environment: further variables of the worker.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class WorkerProcess:
         link: str = "http",
         lines: str = "",
         profile: str = "process",
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.link = link
+        self._environment = environment or {}
         self.place = make_place()
         self.id = f"test-{secrets.token_hex(6)}"
         self.uid_min = UID_BASE + secrets.randbelow(100) * UID_SPAN
@@ -158,7 +161,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
+                env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **self._environment},
             )
         return self.process
 

@@ -1,4 +1,8 @@
-"""What a task type is: a class that turns a dispatch into a plan."""
+"""The contract of a task type: one class that turns a dispatch into something to run.
+
+Built-in types and those of other packages keep the same contract. Another package offers its class
+under the entry-point group ``stockade.task_types``; docs/task-types.md shows one whole.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,25 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
-from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.dispatch import Dispatch
+from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.process_plan import ProcessPlan
+
+__all__ = [
+    "Dispatch",
+    "ErrorCode",
+    "LoopPlan",
+    "Outcome",
+    "OutputWriter",
+    "Plan",
+    "ProcessPlan",
+    "Status",
+    "TaskType",
+    "common_environment",
+    "invalid",
+    "refuse_files",
+]
 
 OutputWriter = Callable[[bytes], None]
 
@@ -21,7 +41,7 @@ class LoopPlan:
     Attributes:
         run: does it, handing output over as it comes. Its deadline and its cancel arrive as the
             cancellation of the coroutine; times and output fields of the outcome are filled in by
-            the executor.
+            the executor. It must never block: heartbeat and reports share its thread.
     """
 
     run: Callable[[OutputWriter], Awaitable[Outcome]]
@@ -31,7 +51,7 @@ Plan = ProcessPlan | LoopPlan
 
 
 class TaskType(abc.ABC):
-    """One kind of task.
+    """One kind of task. Made once, without arguments when another package brings it.
 
     Attributes:
         name: as in a dispatch's ``task_type``, lower case.
@@ -39,17 +59,41 @@ class TaskType(abc.ABC):
 
     name: ClassVar[str]
 
-    @abc.abstractmethod
-    def plan(self, dispatch: Dispatch) -> Plan:
-        """How to run this dispatch. Pure, quick, and may be called more than once.
+    def validate(self, dispatch: Dispatch) -> None:  # noqa: B027 -- most types check in plan()
+        """Refuse a dispatch that makes no task of this type; called before each ``plan``.
 
         Raises:
-            RejectedError: INVALID; the dispatch's fields make no task of this type. It is reported
-                as failed with ``invalid_request``.
+            RejectedError: made by `invalid`. The task is reported failed / invalid_request.
+        """
+
+    @abc.abstractmethod
+    def plan(self, dispatch: Dispatch) -> Plan:
+        """How to run this dispatch: a program in a slot, or a coroutine in the supervisor's loop.
+
+        Pure, quick, and may be called more than once. Any exception but RejectedError is a fault of
+        the type: the task is reported failed / spawn_failed, and nothing else is touched.
+
+        Raises:
+            RejectedError: made by `invalid`; as for ``validate``.
         """
 
     async def close(self) -> None:  # noqa: B027 -- most hold nothing open
         """Let go of what the type holds open; called once, when no task of it runs."""
+
+
+def invalid(message: str) -> RejectedError:
+    """The error to raise for a dispatch that makes no task: what is wrong and how to mend it."""
+    return RejectedError(Rejection.INVALID, message)
+
+
+def refuse_files(dispatch: Dispatch) -> None:
+    """For types without a work directory.
+
+    Raises:
+        RejectedError: INVALID; the dispatch brings files, which would silently be nowhere.
+    """
+    if dispatch.files:
+        raise invalid(f"cannot run: a task of type {dispatch.task_type or '?'} takes no files")
 
 
 def common_environment(dispatch: Dispatch) -> dict[str, str]:
