@@ -35,3 +35,11 @@ class UnsupportedError(StockadeError):
 
 class ProtocolError(StockadeError):
     """A peer (supervisor, spawner or launcher) sent what the protocol does not allow."""
+
+
+class ContainerRefusedError(StockadeError):
+    """A container task asks for what it may not have, or for nothing that could be run."""
+
+
+class NoEngineError(ContainerRefusedError):
+    """This worker runs no containers."""

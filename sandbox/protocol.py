@@ -80,6 +80,22 @@ class Welcome(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Container:
+    """A container to run in place of a program.
+
+    The Start's arguments are then the task's own words for the engine: flags, which the spawner
+    checks, and the container's command. There may be none.
+
+    Attributes:
+        image: as a registry names it.
+        instance_id: any text; names the container, made safe.
+    """
+
+    image: str
+    instance_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Start(_Fields):
     """Run one task in a fresh slot.
 
@@ -94,6 +110,7 @@ class Start(_Fields):
         directory: absolute working directory, or None for the slot's work directory. HOME, TMPDIR
             and PWD of the task are the slot's work directory either way and set by the spawner.
         profile: a profiles.Profile.
+        container: None for a program.
     """
 
     type: ClassVar[str] = "start"
@@ -105,12 +122,15 @@ class Start(_Fields):
     directory: str | None
     profile: str
     limits: Limits
+    container: Container | None = None
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
+        container = fields.get("container")
         return cls(
             **{
                 **fields,
+                "container": None if container is None else Container(**container),
                 "files": tuple(fields["files"]),
                 "limits": Limits.from_json(fields["limits"]),
             }

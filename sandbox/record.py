@@ -46,6 +46,7 @@ class SlotRecord:
             boot id it tells the launcher from a later process of the same pid.
         cgroup: absolute path of the slot's group, or None without a tree.
         uid: the slot's own uid, or None without root.
+        container: the name of the task's container; None for a program of its own.
     """
 
     seq: int
@@ -58,6 +59,7 @@ class SlotRecord:
     profile: str
     limits: Limits
     own_stdio: bool
+    container: str | None = None
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:

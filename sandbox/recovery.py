@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 from stockade.platform import pidfd, proc
 from stockade.platform.errors import SyscallError
 from stockade.sandbox import slot
+from stockade.sandbox.engine_task import ContainerTask
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord
 from stockade.sandbox.slot import Slot
-from stockade.sandbox.task import Phase, Task
+from stockade.sandbox.task import Phase
 
 if TYPE_CHECKING:
     from stockade.sandbox.spawner import Spawner
@@ -75,10 +76,9 @@ def _take_over(
         # a record the supervisor sends it again; what is left of its slot is swept.
         record.remove()
         return
-    task = Task(
-        spawner.loop, spawner, _slot_of(spawner, header, launcher), record, header,
-        controllers=spawner.controllers,
-        degraded=spawner.degraded(Profile(header.profile), header.limits),
+    task = spawner.make_task(
+        _slot_of(spawner, header, launcher), record, header,
+        spawner.degraded(Profile(header.profile), header.limits),
     )  # fmt: skip
     spawner.tasks[task.seq] = task
     task.started = found.started
@@ -94,7 +94,9 @@ def _take_over(
         spawner.cleaner.clean(used.name, used.groups, used.uid, None)
     elif launcher is None:
         task.launcher_exited()
-    elif succession is Succession.STANDBY:
+    elif succession is Succession.STANDBY or isinstance(task, ContainerTask):
+        # A container is its engine's and not ours: it may well be over by now, and its deadline is
+        # in the record.
         task.adopt(found)
     else:
         task.kill(Cause.LOST, "the worker's processes died while the task ran")

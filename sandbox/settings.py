@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from typing import Self
+from typing import Any, Self
 
+from stockade.sandbox.engine import EngineSettings
 from stockade.sandbox.limits import Ceilings, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Profile, View
 
@@ -42,6 +43,7 @@ class SpawnerSettings:
         pool_min: how many slots wait ready when nothing has happened for long.
         pool_max: how many may wait.
         lifetime: see Lifetime.
+        engine: runs container tasks; None: there is none.
     """
 
     worker_id: str
@@ -58,6 +60,7 @@ class SpawnerSettings:
     pool_min: int = 0
     pool_max: int = 0
     lifetime: Lifetime = Lifetime.LASTING
+    engine: EngineSettings | None = None
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` takes it back."""
@@ -75,5 +78,13 @@ class SpawnerSettings:
                 "limits": Limits.from_json(fields["limits"]),
                 "view": View.from_json(fields["view"]),
                 "lifetime": Lifetime(fields["lifetime"]),
+                "engine": _engine(fields["engine"]),
             }
         )
+
+
+def _engine(fields: dict[str, Any] | None) -> EngineSettings | None:
+    if fields is None:
+        return None
+    lists = {name: tuple(fields[name]) for name in ("flags", "volumes")}
+    return EngineSettings(**{**fields, **lists})

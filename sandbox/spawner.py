@@ -14,17 +14,25 @@ import select
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stockade.platform import prctl, sockets
+from stockade.platform.errors import StockadeError
 from stockade.sandbox import capabilities, protocol, slot, standby
 from stockade.sandbox.attempts import Attempts
 from stockade.sandbox.children import Children
 from stockade.sandbox.cleaner import Cleaner
 from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.connection import Connection
+from stockade.sandbox.containers import Containers, client_limits
 from stockade.sandbox.delegation import find_delegation
-from stockade.sandbox.errors import ProtocolError, SandboxSetupError
+from stockade.sandbox.engine import RunLine
+from stockade.sandbox.engine_task import ContainerTask
+from stockade.sandbox.errors import (
+    ContainerRefusedError,
+    NoEngineError,
+    ProtocolError,
+)
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
@@ -34,7 +42,7 @@ from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.slot import Slot, SlotMaker
-from stockade.sandbox.starting import Starter, read_request
+from stockade.sandbox.starting import Request, Starter, read_request
 from stockade.sandbox.task import Phase, Task
 from stockade.sandbox.tree import Tree
 from stockade.sandbox.uid_sweep import UidSweeper
@@ -59,6 +67,13 @@ CAPABILITIES: Final = frozenset(
         "CAP_LINUX_IMMUTABLE",  # removes files that a task made immutable
     }
 )  # fmt: skip
+
+
+# How a task ends that is refused before it has a slot.
+_REFUSALS: Final[dict[type[StockadeError], ErrorCode]] = {
+    ContainerRefusedError: ErrorCode.INVALID_REQUEST,
+    NoEngineError: ErrorCode.UNSUPPORTED_TASK_TYPE,
+}
 
 
 class Spawner:
@@ -100,6 +115,13 @@ class Spawner:
             least=settings.pool_min, most=settings.pool_max,
         )  # fmt: skip
         self._starter = Starter(self.places, self.uids, self.controllers, confiner)
+        self.containers: Containers | None = None
+        if settings.engine is not None:
+            self.containers = Containers(
+                self.loop, self.children, settings.engine, settings.worker_id,
+                hidden=(settings.state_dir, settings.runtime_dir), in_use=self._containers_in_use,
+                private_network=settings.view.private_network,
+            )  # fmt: skip
         self._standby = standby.Standby(self.loop, self.children, settings, generation)
         self._connection: Connection | None = None
         self._listener: socket.socket | None = None
@@ -131,6 +153,8 @@ class Spawner:
         self._pool.fill()
         # For tasks that were taken over.
         self._watch_memory()
+        if self.containers is not None:
+            self.containers.sweep.start()
         self._check_idle()
 
     # The supervisor's connection.
@@ -262,31 +286,40 @@ class Spawner:
         start, request = attempt.start, attempt.request
         profile = Profile(start.profile)
         degraded = self.degraded(profile, start.limits)
+        line = None
         try:
             # Whatever spoiled a slot that waited may have spoiled the others.
             take = self._maker.make if attempt.tries else self._pool.take
-            made = take(profile, start.limits)
-        except SandboxSetupError as error:
+            if start.container is None:
+                made = take(profile, start.limits)
+            else:
+                line = self._container_line(start, request)
+                made = take(Profile.PROCESS, client_limits())
+        except StockadeError as error:
             if not self._try_again(seq, getattr(error.__cause__, "errno", None)):
-                self._not_started(start, ErrorCode.SPAWN_FAILED, str(error))
+                code = _REFUSALS.get(type(error), ErrorCode.SPAWN_FAILED)
+                self._not_started(start, code, str(error))
             return
         header = SlotRecord(
             seq=start.seq, slot=made.name, boot_id=self.places.token.split()[0],
             launcher_pid=made.launcher_pid, launcher_start=made.launcher_start,
             cgroup=str(made.groups.path) if made.groups is not None else None,
             uid=made.uid, profile=start.profile, limits=start.limits, own_stdio=start.own_stdio,
+            container=None if line is None else line.name,
         )  # fmt: skip
         # Before the launcher hears of the task: whoever comes next must be able to find it.
         record = RecordFile.create(self.places.record, start.seq)
         record.append_slot(header)
-        task = Task(
-            self.loop, self, made, record, header, controllers=self.controllers, degraded=degraded
-        )
+        task = self.make_task(made, record, header, degraded)
         self.tasks[start.seq] = task
         self.children.watch(made.launcher_pid, lambda _status: task.launcher_exited())
         task.follow()
         try:
-            self._starter.hand_over(made, start, request, record.fd)
+            if line is None or self.containers is None:
+                self._starter.hand_over(made, start, request, record.fd)
+            else:
+                with self.containers.client(self.places, made, line, start) as (client, run):
+                    self._starter.hand_over(made, client, run, record.fd)
         except (OSError, ValueError) as error:
             task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
         self._watch_memory()
@@ -313,6 +346,33 @@ class Spawner:
         self._send(protocol.Ended(start.seq, outcome))
         self._check_idle()
 
+    def _container_line(self, start: protocol.Start, request: Request) -> RunLine:
+        if self.containers is None:
+            raise NoEngineError(
+                "cannot run a container: this worker has no engine; install docker or podman,"
+                " or set task.container.engine"
+            )
+        return self.containers.run_line(start, request)
+
+    def make_task(
+        self, made: Slot, record: RecordFile, header: SlotRecord, degraded: tuple[str, ...]
+    ) -> Task:
+        """The task in a slot: a program, or the client of a container."""
+        more: dict[str, Any] = {"controllers": self.controllers, "degraded": degraded}
+        if header.container is None or self.containers is None:
+            return Task(self.loop, self, made, record, header, **more)
+        return ContainerTask(
+            self.loop, self, made, record, header, **more,
+            engine=self.containers.engine, calls=self.containers.calls,
+        )  # fmt: skip
+
+    def _containers_in_use(self) -> set[str]:
+        return {
+            task.header.container
+            for task in self.tasks.values()
+            if task.header.container is not None and task.phase is not Phase.OVER
+        }
+
     # What happens to tasks (task.Observer).
 
     def task_started(self, task: Task) -> None:
@@ -337,6 +397,8 @@ class Spawner:
             self.cleaner.set_aside.append(used.name)
         else:
             self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
+        if isinstance(task, ContainerTask) and task.left_container and self.containers is not None:
+            self.containers.sweep.start()
         if (
             self._connection is None
             and self.settings.lifetime is Lifetime.EPHEMERAL
@@ -452,7 +514,9 @@ class Spawner:
     def _stop(self) -> None:
         self._idle = None
         self._pool.close()
-        if self.cleaner.pending:
+        if self.containers is not None:
+            self.containers.sweep.stop()
+        if self.cleaner.pending or (self.containers is not None and self.containers.calls.pending):
             self._idle = self.loop.call_later(0.02, self._stop)
             return
         self._stopping = True

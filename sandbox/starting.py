@@ -30,12 +30,14 @@ class Request(NamedTuple):
     Attributes:
         files: names and contents for the work directory.
         stdio: the task's 0, 1 and 2, or nothing.
+        own_user: it runs as the spawner's own user, without capabilities, and not as the slot's.
     """
 
     argv: list[bytes]
     environment: list[bytes]
     files: list[tuple[str, bytes]]
     stdio: list[int]
+    own_user: bool = False
 
 
 def read_request(start: Start, fds: Sequence[int]) -> Request:
@@ -53,7 +55,8 @@ def read_request(start: Start, fds: Sequence[int]) -> Request:
         contents = [memfd.read_sealed(fd, _SPEC_MAX_BYTES) for fd in fds[1:first_stdio]]
     except ValueError as error:
         raise ProtocolError(f"start {start.seq}: {error}") from error
-    if start.argc < 1 or start.envc < 0 or len(strings) != start.argc + start.envc:
+    least = 1 if start.container is None else 0
+    if start.argc < least or start.envc < 0 or len(strings) != start.argc + start.envc:
         raise ProtocolError(
             f"start {start.seq}: {len(strings)} strings, "
             f"expected {start.argc} arguments and {start.envc} variables"
@@ -109,12 +112,12 @@ class Starter:
                 own_hard=self._own_hard,
                 threads_of_user=0 if made.uid is not None else _threads_of(os.geteuid()),
             ),
-            uid=made.uid,
+            uid=None if request.own_user else made.uid,
             launcher_uid=self._launcher_uid,
             filter_program=self._confiner.filter_of(Profile(start.profile)),
             flags=flags,
         )  # fmt: skip
-        if made.uid is not None:
+        if made.uid is not None and not request.own_user:
             _give_pipes(request.stdio, made.uid)
         slot.launch(made, message, record_fd, request.stdio)
 

@@ -292,12 +292,15 @@ class Task:
         self._let_go_of_launcher()
         if self.slot.groups is not None:
             self.slot.groups.settle()
-        self.outcome = judge(
+        self.outcome = self._judged()
+        self.record.append_outcome(self.outcome)
+        self._observer.task_over(self)
+
+    def _judged(self) -> Outcome:
+        return judge(
             self.record.read(), self._accounts(), Moment.now(), self.header.limits,
             profile=self.header.profile, degraded=self._degraded, ceilings=self._ceilings(),
         )  # fmt: skip
-        self.record.append_outcome(self.outcome)
-        self._observer.task_over(self)
 
     def _let_go_of_launcher(self) -> None:
         if self.slot.channel is not None:

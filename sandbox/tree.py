@@ -35,11 +35,19 @@ _MOVE_ROUNDS: Final = 100
 
 
 def group_name(worker_id: str) -> str:
-    """The worker's group: its id with all but plain characters replaced, told apart by a hash."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", worker_id)[:64]
-    if plain != worker_id:
-        plain += "-" + hashlib.sha256(worker_id.encode()).hexdigest()[:8]
-    return f"stockade-{plain}.scope"
+    """The worker's group."""
+    return f"stockade-{safe_name(worker_id)}.scope"
+
+
+def safe_name(text: str) -> str:
+    """Any text with all but plain characters replaced, and told apart by a hash if it was changed.
+
+    At most 73 characters; empty only for an empty text.
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:64]
+    if plain != text:
+        plain += "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return plain
 
 
 def root_around_us(worker_id: str) -> Path | None:

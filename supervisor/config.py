@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
+from stockade.sandbox.engine_flags import ALLOWED_BY_DEFAULT, KNOWN
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.profiles import Profile
 from stockade.supervisor.config_values import (
@@ -26,6 +27,7 @@ from stockade.supervisor.config_values import (
     NETWORKS,
     OPTIONAL_ADDRESS,
     OPTIONAL_PATH,
+    OPTIONAL_TEXT,
     PATH,
     PATHS,
     PLACES,
@@ -39,6 +41,7 @@ from stockade.supervisor.config_values import (
     choice,
     count,
     limit,
+    names,
     optional,
     percentage,
     seconds,
@@ -241,6 +244,34 @@ class HttpTaskConfig(msgspec.Struct, frozen=True, kw_only=True):
     redirects_max: Annotated[int, count(0, 100)] = 5
 
 
+class Pull(enum.StrEnum):
+    """When a container task's image is fetched."""
+
+    MISSING = "missing"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``[task.container]``.
+
+    Attributes:
+        engine: the client, by name or path; empty: docker or podman, whichever is there first.
+        flags: what a payload may ask of the engine's run.
+        network: what containers are connected to in the profiles process and private.
+        pull: when images are fetched.
+        socket: the engine's API socket; None: where it usually is.
+        volumes: host paths that a payload may mount, they and what is below them.
+    """
+
+    engine: Annotated[str, OPTIONAL_TEXT] = ""
+    flags: Annotated[tuple[str, ...], names(KNOWN)] = ALLOWED_BY_DEFAULT
+    network: Annotated[str, TEXT] = "bridge"
+    pull: Annotated[Pull, choice(Pull)] = Pull.MISSING
+    socket: Annotated[Path | None, OPTIONAL_PATH] = None
+    volumes: Annotated[tuple[str, ...], PATHS] = ()
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All of it. ``limits_max`` is ``[limits.max]``, what no task's wish goes beyond."""
 
@@ -253,6 +284,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     report: ReportConfig
     task_shell: ShellConfig
     task_http: HttpTaskConfig
+    task_container: ContainerConfig
 
     @property
     def links(self) -> dict[str, LinkConfig]:
@@ -290,6 +322,7 @@ SECTIONS: Final[dict[str, type]] = {
     "report": ReportConfig,
     "task.shell": ShellConfig,
     "task.http": HttpTaskConfig,
+    "task.container": ContainerConfig,
 }
 """Type of each section, by its name in the file. The field of Config has underscores for dots."""
 

@@ -240,4 +240,5 @@ def _build(values: Mapping[str, Any]) -> Config:
         report=sections["report"],
         task_shell=sections["task.shell"],
         task_http=sections["task.http"],
+        task_container=sections["task.container"],
     )

@@ -12,7 +12,7 @@ import functools
 import ipaddress
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -272,6 +272,18 @@ def _list(read: Callable[[object], str], *, repeats: bool = False) -> Kind:
     return Kind(read_list, lambda values: f"[{', '.join(map(quoted, values))}]")
 
 
+def names(known: Collection[str]) -> Kind:
+    """A list of names, each of them known."""
+
+    def read(raw: object) -> str:
+        text = _line(raw).removeprefix("--")
+        if text not in known:
+            raise ValueError(f"{shown(text)} is not one of {', '.join(sorted(known))}")
+        return text
+
+    return _list(read)
+
+
 def _read_map(raw: object) -> dict[str, str]:
     if isinstance(raw, str):
         pairs = [item.partition("=") for item in raw.split(",") if item.strip()]
@@ -324,6 +336,7 @@ def _write_names(values: dict[str, str]) -> str:
 
 
 TEXT: Final = Kind(_line, quoted)
+OPTIONAL_TEXT: Final = Kind(lambda raw: "" if raw == "" else _line(raw), quoted)
 PATH: Final = Kind(_read_path, lambda path: quoted(str(path)))
 OPTIONAL_PATH: Final = Kind(_optional(_read_path), lambda path: quoted(str(path)))
 WORKER_ID: Final = Kind(_read_worker_id, quoted)

@@ -12,7 +12,7 @@ from typing import Final
 
 from stockade.platform.memfd import sealed_memfd
 from stockade.sandbox.limits import Limits
-from stockade.sandbox.protocol import Start
+from stockade.sandbox.protocol import Container, Start
 from stockade.supervisor.errors import RejectedError, Rejection
 
 # execve(2): one string holds MAX_ARG_STRLEN (32 pages) with its NUL; all of them, with a pointer
@@ -40,12 +40,14 @@ class ProcessPlan:
             sets to the slot's work directory.
         files: content by name, put into the work directory; a name holds no slash.
         directory: absolute working directory; None for the slot's own.
+        container: a container to run; ``argv`` are then words for its engine, and may be none.
     """
 
     argv: tuple[str, ...]
     environment: dict[str, str]
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
     directory: str | None = None
+    container: Container | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def pack_start(
     Raises:
         RejectedError: INVALID; the kernel would refuse to execute it, with which part and why.
     """
-    if not plan.argv:
+    if not plan.argv and plan.container is None:
         raise invalid("there is no program")
     if plan.directory is not None and not plan.directory.startswith("/"):
         raise invalid(f"its directory {plan.directory[:100]!r} is not an absolute path")
@@ -113,6 +115,7 @@ def pack_start(
         directory=plan.directory,
         profile=profile,
         limits=limits,
+        container=plan.container,
     )
     strings = b"".join(text + b"\0" for text in (*arguments, *environment))
     return PackedStart(message, strings, tuple(plan.files.values()))

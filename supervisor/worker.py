@@ -32,6 +32,7 @@ from stockade.supervisor.links.running import open_link_listeners, read_link_cre
 from stockade.supervisor.logs import set_up_logs
 from stockade.supervisor.places import become, open_places, supervisor_user
 from stockade.supervisor.task_types.built_in import NAMES
+from stockade.supervisor.task_types.container import engine_settings
 from stockade.supervisor.task_types.door import load_classes
 
 log = structlog.get_logger(__name__)
@@ -75,6 +76,7 @@ def run_worker(loaded: Loaded) -> int:
     prctl.set_child_subreaper()
     oom_score.protect_worker()
     as_root = os.geteuid() == 0
+    engine = engine_settings(config.task_container, os.environ.get("PATH", os.defpath))
     spawner = start_spawner(
         SpawnerSettings(
             worker_id=config.worker.id,
@@ -90,6 +92,7 @@ def run_worker(loaded: Loaded) -> int:
             view=view,
             pool_min=config.worker.pool_min,
             pool_max=config.worker.pool_max,
+            engine=engine,
         )
     )
     log.info("spawner found" if spawner.found else "spawner started", socket=spawner.socket_path)

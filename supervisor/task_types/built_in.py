@@ -6,16 +6,18 @@ from typing import Final
 
 from stockade.supervisor.config import Config
 from stockade.supervisor.task_types.base import TaskType
+from stockade.supervisor.task_types.container import ContainerTask
 from stockade.supervisor.task_types.http import HttpTask
 from stockade.supervisor.task_types.http_access import Access
 from stockade.supervisor.task_types.shell import ShellTask
 
-NAMES: Final = (ShellTask.name, HttpTask.name)
+NAMES: Final = (ShellTask.name, HttpTask.name, ContainerTask.name)
 
 
 def built_in_types(config: Config) -> tuple[TaskType, ...]:
     """One of each."""
     return (
+        ContainerTask(),
         ShellTask(
             path=config.task_shell.path,
             lang=config.task_shell.lang,
