@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Iterator
 
 from stockade.platform.memfd import sealed_memfd
@@ -12,6 +13,7 @@ from stockade.sandbox.children import Children
 from stockade.sandbox.engine import Engine, EngineSettings, RunLine
 from stockade.sandbox.engine_call import Calls
 from stockade.sandbox.engine_sweep import Sweep
+from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
@@ -43,9 +45,10 @@ class Containers:
 
         Raises:
             ContainerRefusedError: it asks for what it may not have.
+            SandboxSetupError: no engine is there.
         """
         assert start.container is not None
-        return self.engine.run(
+        line = self.engine.run(
             seq=start.seq,
             instance_id=start.container.instance_id,
             image=start.container.image,
@@ -54,6 +57,23 @@ class Containers:
             limits=start.limits,
             profile=start.profile,
         )
+        self._check_engine()
+        return line
+
+    def _check_engine(self) -> None:
+        """Asks nothing: a client would, and after its failure we would have to find out what of."""
+        path = self.engine.settings.socket
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except BlockingIOError:
+                pass  # it is there, and busy
+            except OSError as error:
+                raise SandboxSetupError(
+                    "reach the container engine",
+                    f"{path}: {error.strerror}; is it running, and is task.container.socket right?",
+                ) from error
 
     @contextlib.contextmanager
     def client(

@@ -15,7 +15,10 @@ ENGINE_STATUSES: Final = (125, 126, 127)
 _NEVER: Final = "0001-01-01"
 _KILLED: Final = 137
 # Limits that no engine's flag holds.
-_NOT_HELD: Final = ("memory_high", "io_weight", "workdir_max", "workdir_inodes_max")
+_NOT_HELD: Final = (
+    "memory_high", "io_weight", "io_read_bandwidth_max", "io_write_bandwidth_max", "workdir_max",
+    "workdir_inodes_max",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

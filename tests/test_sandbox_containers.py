@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import stat
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docker_lab import IMAGE, Docker, EngineFailedError, why_not
+from engine_lab import IMAGE, Docker, EngineFailedError, EngineLab, Podman
 from recording_scheduler import RecordingScheduler
 from worker_process import DEADLINE_S, WorkerProcess, eventually, processes_that_name
 
@@ -20,37 +19,41 @@ from stockade.platform import pidfd, proc
 MakeWorker = Callable[..., WorkerProcess]
 
 
-@pytest.fixture(scope="module")
-def docker() -> Iterator[Docker]:
-    reason = why_not()
+ENGINES = {"docker": Docker, "podman": Podman}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[EngineLab]:
+    kind = ENGINES[request.param]
+    reason = kind.why_not()
     if reason:
         pytest.skip(reason)
-    engine = Docker()
+    made = kind()
     try:
-        engine.start()
-        engine.make_image()
+        made.start()
+        made.make_image()
     except EngineFailedError as error:
-        engine.close()
+        made.close()
         pytest.skip(str(error))
-    yield engine
-    engine.close()
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def volume(docker: Docker) -> Path:
-    path = docker.place / f"volume-{secrets.token_hex(4)}"
+def volume(engine: EngineLab) -> Path:
+    path = engine.place / f"volume-{secrets.token_hex(4)}"
     path.mkdir()
     path.chmod(0o777)
     return path
 
 
 @pytest.fixture
-def start_worker(docker: Docker, make_worker: MakeWorker) -> MakeWorker:
+def start_worker(engine: EngineLab, make_worker: MakeWorker) -> MakeWorker:
     def start(container: str = "", **settings: Any) -> WorkerProcess:
         extra = f"""
             [task.container]
-            engine = "docker"
-            socket = "{docker.socket}"
+            engine = "{engine.program}"
+            socket = "{engine.socket}"
             network = "none"
             pull = "never"
             {container}
@@ -63,10 +66,10 @@ def start_worker(docker: Docker, make_worker: MakeWorker) -> MakeWorker:
 
 
 @pytest.fixture
-def worker(start_worker: MakeWorker, docker: Docker) -> Iterator[WorkerProcess]:
+def worker(start_worker: MakeWorker, engine: EngineLab) -> Iterator[WorkerProcess]:
     yield start_worker()
     # Each test ends with its containers gone; what is removed late is removed by the worker.
-    eventually(lambda: not docker.names())
+    eventually(lambda: not engine.names())
 
 
 def dispatch(
@@ -88,18 +91,17 @@ def run(
     return scheduler.terminal_report(instance_id, DEADLINE_S)
 
 
-def running(docker: Docker, count: int = 1) -> list[str]:
+def running(engine: EngineLab, count: int = 1) -> list[str]:
     """The names of our running containers, once there are so many."""
 
     def look() -> list[str]:
-        found = docker.names("--filter=status=running")
+        found = engine.names("--filter=status=running")
         return found if len(found) == count else []
 
     return eventually(look)
 
 
 def code(report: dict[str, Any]) -> tuple[str, str, int | None]:
-    print(report)
     return report["status"], report["error_code"], report["exit_code"]
 
 
@@ -107,7 +109,7 @@ def code(report: dict[str, Any]) -> tuple[str, str, int | None]:
 
 
 def test_container_runs_with_its_output_environment_and_exit_status(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     payload = (
         "-e 'A=a b' --workdir /data sh -c 'pwd; echo $A $SHARD_NO/$SHARD_TOTAL >&2;"
@@ -119,18 +121,18 @@ def test_container_runs_with_its_output_environment_and_exit_status(
     lines = report["error_message"].split("\n")
     assert sorted(lines) == sorted(["exit status 3", "/data", "a b 1/2", "t-1 key", "0", ""])
     assert report["memory_peak_bytes"] is None
-    assert docker.names() == []
+    assert engine.names() == []
     assert run(scheduler, worker, "t-2", "true")["status"] == "success"
     assert scheduler.kinds("t-2") == ["ack", "running", "success"]
 
 
 def test_engine_holds_the_tasks_limits_name_and_labels(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     limits = {"memory_max": "64M", "memory_swap_max": 0, "cpu_quota": "50%", "tasks_max": 30}
     dispatch(scheduler, worker, "../odd id\n", "sleep 60", limits=limits)
-    (name,) = running(docker)
-    found = docker.inspect(name)
+    (name,) = running(engine)
+    found = engine.inspect(name)
     host, labels = found["HostConfig"], found["Config"]["Labels"]
     assert (host["Memory"], host["MemorySwap"]) == (64 << 20, 64 << 20)
     assert (host["NanoCpus"], host["PidsLimit"]) == (500_000_000, 30)
@@ -144,18 +146,18 @@ def test_engine_holds_the_tasks_limits_name_and_labels(
     scheduler.cancel(worker.url, "../odd id\n")
     report = scheduler.terminal_report("../odd id\n", DEADLINE_S)
     assert report["degraded"] == []
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_output_is_bounded_like_any_other(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     report = run(scheduler, worker, "t", "sh -c 'yes | head -c 30000000'", timeout_seconds=100)
     assert report["status"] == "success"
     assert report["output_bytes"] == 30_000_000
     assert report["output_truncated"] is True
     head = worker.place / "state/worker/output"
-    assert sum(path.stat().st_size for path in head.iterdir()) <= 10 << 20
+    assert sum(path.stat().st_size for path in head.iterdir()) <= 11 << 20
 
 
 def test_profile_of_a_task_may_not_be_loosened_by_its_payload(
@@ -202,7 +204,7 @@ def test_exit_status_of_the_task_is_not_taken_for_the_engines(
 
 
 def test_missing_image_fails_with_the_engines_own_words(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     report = run(scheduler, worker, "t", "true", image="no/such:image")
     assert code(report) == ("failed", "spawn_failed", 125)
@@ -210,7 +212,7 @@ def test_missing_image_fails_with_the_engines_own_words(
 
 
 def test_container_that_cannot_be_started_is_the_engines_failure(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     report = run(scheduler, worker, "t", "--user nobody-there true")
     assert report["error_code"] == "spawn_failed"
@@ -239,7 +241,7 @@ WILLING = "sh -c 'trap \"echo bye; exit 0\" TERM; echo up; while :; do sleep 0.1
 
 @pytest.mark.parametrize(("payload", "exit_code"), [(STUBBORN, 137), (WILLING, 0)])
 def test_timeout_stops_the_container_and_kills_one_that_does_not_stop(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker, payload: str,
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab, payload: str,
     exit_code: int,
 ) -> None:  # fmt: skip
     report = run(scheduler, worker, "t", payload, timeout_seconds=3)
@@ -247,47 +249,47 @@ def test_timeout_stops_the_container_and_kills_one_that_does_not_stop(
     assert "up\n" in report["error_message"]
     assert ("bye\n" in report["error_message"]) == (exit_code == 0)
     # Seen gone before it was reported.
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_cancel_ends_the_container(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     dispatch(scheduler, worker, "t", STUBBORN)
-    running(docker)
+    running(engine)
     assert scheduler.cancel(worker.url, "t")[0] == 200
     report = scheduler.terminal_report("t", DEADLINE_S)
     assert code(report)[:2] == ("cancelled", "cancelled")
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_cancel_at_any_moment_of_the_start_leaves_no_container(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     for number in range(12):
         dispatch(scheduler, worker, f"t{number}", "sleep 300")
         if number % 3:
             scheduler.wait_for(lambda s, number=number: "running" in s.kinds(f"t{number}"))
         if number % 3 == 2:
-            eventually(docker.names)
+            eventually(engine.names)
         scheduler.cancel(worker.url, f"t{number}")
         report = scheduler.terminal_report(f"t{number}", DEADLINE_S)
         assert report["status"] == "cancelled"
-        assert docker.names() == []
+        assert engine.names() == []
 
 
 def test_drain_ends_the_container(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     dispatch(scheduler, worker, "t", STUBBORN)
-    running(docker)
+    running(engine)
     assert worker.stop() == 0
     assert scheduler.terminal_report("t", DEADLINE_S)["status"] == "cancelled"
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_what_a_container_left_in_the_background_dies_with_it(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     marker = f"3{secrets.randbelow(10**6):06}"
     report = run(scheduler, worker, "t", f"sh -c 'sleep {marker} & echo hi'")
@@ -308,42 +310,42 @@ def finish(volume: Path) -> str:
 
 @pytest.fixture
 def volume_worker(
-    start_worker: MakeWorker, volume: Path, docker: Docker
+    start_worker: MakeWorker, volume: Path, engine: EngineLab
 ) -> Iterator[WorkerProcess]:
     yield start_worker(f'volumes = ["{volume}"]')
-    eventually(lambda: not docker.names())
+    eventually(lambda: not engine.names())
 
 
 def assert_true_result(
-    scheduler: RecordingScheduler, volume: Path, docker: Docker, *, output: bool
+    scheduler: RecordingScheduler, volume: Path, engine: EngineLab, *, output: bool
 ) -> None:
     (volume / "go").touch()
     report = scheduler.terminal_report("t", DEADLINE_S)
     assert code(report) == ("failed", "execute_failed", 5)
     assert ("over" in report["error_message"]) == output
     assert len(scheduler.terminal_reports("t")) == 1
-    eventually(lambda: not docker.names())
+    eventually(lambda: not engine.names())
 
 
 def test_supervisor_that_crashed_reports_the_true_result(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    running(docker)
+    running(engine)
     volume_worker.kill()
     volume_worker.start()
-    assert_true_result(scheduler, volume, docker, output=True)
+    assert_true_result(scheduler, volume, engine, output=True)
 
 
 def test_standby_reports_the_true_result(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    running(docker)
+    running(engine)
     spawner = volume_worker.active_spawner()
     pidfd.checked_kill(spawner, signal.SIGKILL)
     eventually(lambda: proc.process(spawner) is None)
-    assert_true_result(scheduler, volume, docker, output=True)
+    assert_true_result(scheduler, volume, engine, output=True)
 
 
 def kill_all(worker: WorkerProcess) -> None:
@@ -361,94 +363,94 @@ def kill_all(worker: WorkerProcess) -> None:
 
 
 def test_worker_that_was_killed_whole_adopts_the_container_and_reports_its_true_result(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    running(docker)
+    running(engine)
     scheduler.wait_for(lambda s: "running" in s.kinds("t"))
     kill_all(volume_worker)
-    assert len(docker.names("--filter=status=running")) == 1
+    assert len(engine.names("--filter=status=running")) == 1
     volume_worker.start()
     eventually(lambda: "followed by its name" in volume_worker.log)
-    assert len(docker.names("--filter=status=running")) == 1
-    assert_true_result(scheduler, volume, docker, output=False)
+    assert len(engine.names("--filter=status=running")) == 1
+    assert_true_result(scheduler, volume, engine, output=False)
 
 
 def test_container_that_ended_while_nobody_looked_is_told_truly(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    running(docker)
+    running(engine)
     scheduler.wait_for(lambda s: "running" in s.kinds("t"))
     kill_all(volume_worker)
     (volume / "go").touch()
-    eventually(lambda: not docker.names("--filter=status=running"))
+    eventually(lambda: not engine.names("--filter=status=running"))
     volume_worker.start()
-    assert_true_result(scheduler, volume, docker, output=False)
+    assert_true_result(scheduler, volume, engine, output=False)
 
 
 def test_adopted_container_keeps_its_deadline(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume), timeout_seconds=6)
-    running(docker)
+    running(engine)
     scheduler.wait_for(lambda s: "running" in s.kinds("t"))
     kill_all(volume_worker)
     volume_worker.start()
     report = scheduler.terminal_report("t", DEADLINE_S)
     assert report["status"] == "timeout"
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_client_that_was_killed_costs_output_and_not_the_result(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    (name,) = running(docker)
+    (name,) = running(engine)
     (client,) = [
         pid for pid in processes_that_name(f"--name={name}") if proc.process(pid) is not None
     ]
     pidfd.checked_kill(client, signal.SIGKILL)
     eventually(lambda: "followed by its name" in volume_worker.log)
-    assert docker.names("--filter=status=running") == [name]
-    assert_true_result(scheduler, volume, docker, output=False)
+    assert engine.names("--filter=status=running") == [name]
+    assert_true_result(scheduler, volume, engine, output=False)
 
 
 def test_followed_container_can_be_cancelled(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", STUBBORN)
-    (name,) = running(docker)
+    (name,) = running(engine)
     for client in processes_that_name(f"--name={name}"):
         pidfd.checked_kill(client, signal.SIGKILL)
     eventually(lambda: "followed by its name" in volume_worker.log)
     scheduler.cancel(volume_worker.url, "t")
     report = scheduler.terminal_report("t", DEADLINE_S)
     assert code(report) == ("cancelled", "cancelled", 137)
-    assert docker.names() == []
+    assert engine.names() == []
 
 
 def test_engine_that_is_restarted_costs_output_and_not_the_result(
-    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, docker: Docker
+    scheduler: RecordingScheduler, volume_worker: WorkerProcess, volume: Path, engine: EngineLab
 ) -> None:
     dispatch(scheduler, volume_worker, "t", finish(volume))
-    (name,) = running(docker)
-    docker.kill()
+    (name,) = running(engine)
+    engine.kill()
     eventually(lambda: "the engine gives no answer" in volume_worker.log)
-    docker.start()
-    assert docker.names("--filter=status=running") == [name]
-    assert_true_result(scheduler, volume, docker, output=False)
+    engine.start()
+    assert engine.names("--filter=status=running") == [name]
+    assert_true_result(scheduler, volume, engine, output=False)
 
 
 def test_leftovers_of_this_worker_are_swept_by_label_and_others_are_not(
-    scheduler: RecordingScheduler, worker: WorkerProcess, docker: Docker
+    scheduler: RecordingScheduler, worker: WorkerProcess, engine: EngineLab
 ) -> None:
     dispatch(scheduler, worker, "t", "sleep 300")
-    running(docker)
+    running(engine)
     label = f"stockade.worker={worker.id}"
     for name, mark in (("ours", label), ("ours-dead", label), ("theirs", f"{label}-2")):
         seconds = "0" if "dead" in name else "300"
-        docker.docker(
+        engine.call(
             "run", "-d", "--network=none", f"--name={name}", f"--label={mark}", IMAGE, "sleep",
             seconds,
         ).check_returncode()  # fmt: skip
@@ -457,34 +459,34 @@ def test_leftovers_of_this_worker_are_swept_by_label_and_others_are_not(
         spawner = worker.active_spawner()
         pidfd.checked_kill(spawner, signal.SIGKILL)
         worker.start()
-        eventually(lambda: set(docker.names()) & {"ours", "ours-dead"} == set())
+        eventually(lambda: set(engine.names()) & {"ours", "ours-dead"} == set())
         # A task's own container is no leftover.
-        assert len(docker.names()) == 2
+        assert len(engine.names()) == 2
         scheduler.cancel(worker.url, "t")
         assert scheduler.terminal_report("t", DEADLINE_S)["status"] == "cancelled"
-        assert docker.names() == ["theirs"]
+        assert engine.names() == ["theirs"]
     finally:
         for name in ("theirs", "ours", "ours-dead"):
-            docker.docker("rm", "--force", name)
+            engine.call("rm", "--force", name)
 
 
 # Who may reach the engine
 
 
 def test_neither_supervisor_nor_tasks_can_open_the_engines_socket(
-    scheduler: RecordingScheduler, start_worker: MakeWorker, docker: Docker
+    scheduler: RecordingScheduler, start_worker: MakeWorker, engine: EngineLab
 ) -> None:
-    assert stat.S_IMODE(docker.socket.stat().st_mode) & 0o007 == 0
-    docker.place.chmod(0o755)
+    assert stat.S_IMODE(engine.socket.stat().st_mode) & 0o007 == 0
+    engine.place.chmod(0o755)
     worker = start_worker(worker='user = "nobody"')
     assert worker.process is not None
     status = Path(f"/proc/{worker.process.pid}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    socket_gid = docker.socket.stat().st_gid
+    socket_gid = engine.socket.stat().st_gid
     assert set(fields["Uid"].split()) == {"65534"}
     assert str(socket_gid) not in fields["Groups"].split() + fields["Gid"].split()
     assert fields["CapEff"] == fields["CapPrm"] == "0" * 16
-    connect = f"socket.socket(socket.AF_UNIX).connect('{docker.socket}')"
+    connect = f"socket.socket(socket.AF_UNIX).connect('{engine.socket}')"
     script = f'python3 -c "import socket; {connect}"'
     report = run(scheduler, worker, "shell", script, task_type="shell")
     assert report["status"] == "failed"
@@ -502,13 +504,14 @@ def test_worker_without_an_engine_says_so(
 
 
 def test_engine_that_does_not_run_fails_its_tasks_alone(
-    scheduler: RecordingScheduler, docker: Docker, make_worker: MakeWorker
+    scheduler: RecordingScheduler, engine: EngineLab, make_worker: MakeWorker
 ) -> None:
-    extra = f'[task.container]\nengine = "docker"\nsocket = "{docker.place}/absent.sock"\n'
+    extra = (
+        f'[task.container]\nengine = "{engine.program}"\nsocket = "{engine.place}/absent.sock"\n'
+    )
     worker = make_worker(extra=extra)
-    dispatch(scheduler, worker, "t", "true")
+    report = run(scheduler, worker, "t", "true")
+    assert code(report) == ("failed", "spawn_failed", None)
+    assert "cannot reach the container engine: " in report["reason"]
+    assert "is it running" in report["reason"]
     assert run(scheduler, worker, "s", "true", task_type="shell")["status"] == "success"
-    report = scheduler.terminal_report("t", 100)
-    assert (report["status"], report["error_code"]) == ("failed", "spawn_failed")
-    assert "Cannot connect to the Docker daemon" in report["error_message"]
-    assert os.path.isdir(worker.place)
