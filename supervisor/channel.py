@@ -80,6 +80,11 @@ class Channel:
         """Whether so much is queued, or so little moves, that a queue of numbers has to do."""
         return self._down or len(self._fresh) >= FRESH_KEPT
 
+    @property
+    def pause_s(self) -> float:
+        """In an outage: seconds until the scheduler is tried again."""
+        return max(0.0, self._probe_at - time.monotonic()) if self._down else 0.0
+
     async def quiet(self) -> None:
         """Return when all that can be delivered now is, or the scheduler is not there."""
         self._pump()

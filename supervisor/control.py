@@ -1,9 +1,14 @@
-"""The operator's API, HTTP over control.sock: what `ps`, `logs`, `cancel` and `drain` speak.
+"""The operator's API, HTTP over control.sock: what `ps`, `top`, `cancel` and their like speak.
 
     GET  /v1/status                          who and how the worker is
     GET  /v1/tasks[?all=1|undelivered=1]     tasks, oldest first
     GET  /v1/output?id=ID[&offset=N]         a piece of a task's output; X-Offset, X-Next-Offset,
                                              X-Total-Bytes and X-Ended say where it stands
+    GET  /v1/explain?id=ID                   each task of that id, its story, and what it waits for
+    GET  /v1/usage                           what the tasks that run use at this moment
+    GET  /v1/deadletters                     tasks whose report the scheduler refused, oldest first
+    POST /v1/deadletters/resend {"id": ID} or {"all": true}
+    POST /v1/deadletters/drop   {"id": ID} or {"all": true}
     POST /v1/cancel {"id": ID}
     POST /v1/drain
 
@@ -12,6 +17,7 @@ An id travels as a parameter and never as a part of a path: it is opaque text.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -21,17 +27,21 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from stockade.supervisor.errors import JournalError, RejectedError
+from stockade.supervisor.errors import InvalidTransitionError, JournalError, RejectedError
 from stockade.supervisor.executor import Executor
+from stockade.supervisor.explain import story, what_becomes_of_its_report, what_it_waits_for
 from stockade.supervisor.intake import Intake
 from stockade.supervisor.journal import Journal, Row
 from stockade.supervisor.links.http_server import STATUS_OF
 from stockade.supervisor.live_task import Phase
 from stockade.supervisor.output import OutputStore
-from stockade.supervisor.states import UNFINISHED
+from stockade.supervisor.reporter import Reporter
+from stockade.supervisor.states import UNFINISHED, State
+from stockade.supervisor.usage import sample
 
 RECENT_MAX: Final = 1000
 PIECE_BYTES: Final = 256 * 1024
+CHUNK: Final = 256
 
 StatusSource = Callable[[], dict[str, Any]]
 
@@ -42,6 +52,7 @@ class Control:
     Args:
         status: the worker's own part of /v1/status.
         drain: begins a drain.
+        reporter: delivers what is owed.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class Control:
         executor: Executor,
         intake: Intake,
         output: OutputStore,
+        reporter: Reporter,
         status: StatusSource,
         drain: Callable[[], None],
     ) -> None:
@@ -58,6 +70,7 @@ class Control:
         self._executor = executor
         self._intake = intake
         self._output = output
+        self._reporter = reporter
         self._status = status
         self._drain = drain
         self._runner: web.AppRunner | None = None
@@ -69,6 +82,11 @@ class Control:
             ("GET", "/v1/status", self._show_status),
             ("GET", "/v1/tasks", self._list_tasks),
             ("GET", "/v1/output", self._show_output),
+            ("GET", "/v1/explain", self._explain),
+            ("GET", "/v1/usage", self._show_usage),
+            ("GET", "/v1/deadletters", self._list_dead_letters),
+            ("POST", "/v1/deadletters/resend", self._resend),
+            ("POST", "/v1/deadletters/drop", self._drop),
             ("POST", "/v1/cancel", self._cancel),
             ("POST", "/v1/drain", self._start_drain),
         )
@@ -99,9 +117,7 @@ class Control:
 
     async def _list_tasks(self, request: web.Request) -> web.Response:
         if request.query.get("undelivered"):
-            seqs = (await self._journal.undelivered_seqs())[:RECENT_MAX]
-            found = [await self._journal.row(seq) for seq in seqs]
-            rows = [row for row in found if row is not None]
+            rows = await self._journal.undelivered(RECENT_MAX)
         elif request.query.get("all"):
             rows = list(reversed(await self._journal.recent(RECENT_MAX)))
         else:
@@ -129,6 +145,83 @@ class Control:
             },
         )
 
+    async def _explain(self, request: web.Request) -> web.Response:
+        rows = await self._rows(request.query.get("id", ""))
+        tasks = [
+            {
+                **self._describe(row),
+                "scheduler": row.dispatch.scheduler,
+                "story": [dataclasses.asdict(chapter) for chapter in story(row)],
+                "now": self._now(row),
+            }
+            for row in rows
+        ]
+        return web.json_response({"tasks": tasks})
+
+    def _now(self, row: Row) -> str:
+        live = self._executor.tasks.get(row.seq)
+        if live is not None:
+            return what_it_waits_for(live, self._executor)
+        return what_becomes_of_its_report(row, self._reporter.trouble(row))
+
+    async def _show_usage(self, _request: web.Request) -> web.Response:
+        live = [task for task in self._executor.tasks.values() if task.pid]
+        # In a thread: with a thousand tasks it is some ten milliseconds of reading /proc.
+        found = await asyncio.to_thread(sample, {task.seq: task.pid for task in live})
+        tasks = [
+            {
+                **self._describe(task.row),
+                "output_bytes": 0 if task.capture is None else task.capture.total,
+                "usage": dataclasses.asdict(found[task.seq]) if task.seq in found else None,
+            }
+            for task in self._executor.tasks.values()
+        ]
+        return web.json_response({"tasks": tasks})
+
+    async def _list_dead_letters(self, _request: web.Request) -> web.Response:
+        seqs = await self._journal.dead_letter_seqs()
+        tasks = [self._describe(row) for row in await self._journal.dead_letters(RECENT_MAX)]
+        return web.json_response({"tasks": tasks, "total": len(seqs)})
+
+    async def _resend(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"resent": await self._for_dead_letters(request, self._reporter.resend)}
+        )
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"dropped": await self._for_dead_letters(request, self._journal.drop)}
+        )
+
+    async def _for_dead_letters(
+        self, request: web.Request, act: Callable[[int], Awaitable[None]]
+    ) -> int:
+        """Do it to the dead letters that the request names; how many there were."""
+        body = await request.json()
+        if body.get("all") is True:
+            seqs = await self._journal.dead_letter_seqs()
+        else:
+            rows = await self._rows(str(body.get("id", "")))
+            seqs = [row.seq for row in rows if row.state is State.DEAD]
+            if not seqs:
+                raise web.HTTPConflict(
+                    reason=f"its report is no dead letter: the task is {rows[-1].state}"
+                )
+        done = 0
+        for start in range(0, len(seqs), CHUNK):
+            # Together, so that they are one commit.
+            answers = await asyncio.gather(
+                *(act(seq) for seq in seqs[start : start + CHUNK]), return_exceptions=True
+            )
+            for answer in answers:
+                # Somebody else was quicker with this one.
+                if isinstance(answer, InvalidTransitionError):
+                    continue
+                if isinstance(answer, BaseException):
+                    raise answer
+                done += 1
+        return done
+
     async def _cancel(self, request: web.Request) -> web.Response:
         body = await request.json()
         stopped = await self._intake.cancel(str(body.get("id", "")))
@@ -139,10 +232,13 @@ class Control:
         return web.json_response({"draining": True})
 
     async def _newest_row(self, instance_id: str) -> Row:
+        return (await self._rows(instance_id))[-1]
+
+    async def _rows(self, instance_id: str) -> list[Row]:
         rows = await self._journal.find(instance_id)
         if not rows:
             raise web.HTTPNotFound(reason="no task has this id")
-        return rows[-1]
+        return rows
 
     def _describe(self, row: Row) -> dict[str, Any]:
         live = self._executor.tasks.get(row.seq)

@@ -161,6 +161,7 @@ class Daemon:
             executor=executor,
             intake=intake,
             output=output,
+            reporter=reporter,
             status=lambda: self._status(running, heartbeats, reporter, executor),
             drain=drain,
         )

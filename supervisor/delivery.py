@@ -53,6 +53,7 @@ class Delivery:
         failures: attempts without a usable answer, in a row.
         refusals: attempts that the scheduler refused.
         bare: the excerpt is left out, since the scheduler found the report too large.
+        trouble: what the last attempt met, when it did not do its work.
         settlement: what the journal still has to be told; nothing is sent any more.
         held: it is in a queue or under way.
     """
@@ -68,6 +69,7 @@ class Delivery:
     failures: int = 0
     refusals: int = 0
     bare: bool = False
+    trouble: str = ""
     settlement: Callable[[], Awaitable[object]] | None = None
     held: bool = False
 
@@ -175,6 +177,7 @@ class Attempts:
     async def _refused(self, delivery: Delivery, reply: Reply) -> Step:
         """The scheduler does not take the terminal report: try again, or give it up."""
         delivery.failures = 0
+        delivery.trouble = reply.reason
         if reply.kind is ReplyKind.TOO_LARGE and not delivery.bare:
             delivery.bare = True
             return Step(answered=True, again_s=0)
@@ -214,6 +217,7 @@ class Attempts:
 
     def _unanswered(self, delivery: Delivery, reply: Reply) -> Step:
         delivery.failures += 1
+        delivery.trouble = reply.reason
         return Step(
             answered=False,
             silent=reply.silent,
@@ -224,6 +228,7 @@ class Attempts:
 
     def _journal_failed(self, delivery: Delivery, error: JournalError) -> Step:
         delivery.failures += 1
+        delivery.trouble = str(error)
         log.debug("delivery waits for the journal", seq=delivery.seq, reason=str(error))
         return Step(answered=None, again_s=self._backoff_s(delivery.failures))
 

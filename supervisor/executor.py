@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -146,6 +147,11 @@ class Executor:
         """How many tasks wait for a place."""
         return sum(1 for task in self._queue if task.phase is Phase.QUEUED)
 
+    def before(self, task: LiveTask) -> int:
+        """How many tasks wait for a place before this one does."""
+        queued = itertools.takewhile(lambda each: each is not task, self._queue)
+        return sum(1 for each in queued if each.phase is Phase.QUEUED)
+
     # --- recovery -------------------------------------------------------------------------------
 
     def recover(self, rows: list[Row]) -> None:
@@ -219,6 +225,7 @@ class Executor:
             return
         first = task.phase is not Phase.RUNNING
         task.phase = Phase.RUNNING
+        task.pid = started.pid
         task.packed = None
         self._attach(task, output_fd)
         if first:

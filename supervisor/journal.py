@@ -165,9 +165,17 @@ class Journal:
         """The tasks whose terminal report is owed, oldest first."""
         return await self._read(lambda store: store.seqs(State.FINISHED))
 
+    async def undelivered(self, limit: int = 1000) -> list[Row]:
+        """The first of the tasks whose terminal report is owed, oldest first."""
+        return await self._read(lambda store: store.in_state(State.FINISHED, limit))
+
     async def dead_letters(self, limit: int = 1000) -> list[Row]:
         """The tasks whose report the scheduler refused, oldest first."""
         return await self._read(lambda store: store.in_state(State.DEAD, limit))
+
+    async def dead_letter_seqs(self) -> list[int]:
+        """The same, numbers alone, and all of them."""
+        return await self._read(lambda store: store.seqs(State.DEAD))
 
     async def recent(self, limit: int, before_seq: int | None = None) -> list[Row]:
         """The newest tasks below ``before_seq``, live or in the history, newest first."""

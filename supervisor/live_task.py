@@ -73,6 +73,7 @@ class LiveTask:
         cancel_reason: empty until somebody asks for the task's end.
         settled: set when the outcome is journalled.
         recovered: it comes from an earlier life, so its output goes on where that one stopped.
+        pid: its main process, once it has one.
     """
 
     row: Row
@@ -86,6 +87,7 @@ class LiveTask:
     settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     planned: Planned | None = None
     recovered: bool = False
+    pid: int = 0
 
     @property
     def seq(self) -> int:

@@ -110,6 +110,20 @@ class Reporter:
         if row is not None:
             self.finished(row)
 
+    def trouble(self, row: Row) -> str:
+        """Why the next message about this task is not with its scheduler yet; empty: no reason."""
+        delivery = self._deliveries.get(row.seq)
+        channel = self._channel(row)
+        reason = "" if delivery is None else delivery.trouble
+        if channel.down:
+            return (
+                f"the scheduler gives no usable answer ({reason or 'as other reports found'}); "
+                f"it is tried again in {channel.pause_s:.0f} s"
+            )
+        if reason and delivery is not None and delivery.held:
+            return f"{reason}; it is tried again"
+        return ""
+
     def undelivered(self) -> tuple[int, float]:
         """How many terminal reports are undelivered, and the age of the oldest in seconds."""
         oldest = next(iter(self._undelivered.values()), None)

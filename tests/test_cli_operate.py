@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -8,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from recording_scheduler import RecordingScheduler, post
+from recording_scheduler import Answer, RecordingScheduler, post
 from worker_process import DEADLINE_S, STOCKADE, WorkerProcess, eventually
 
-from stockade.supervisor.wire.messages import EXECUTE_PATH
+from stockade.supervisor.wire.messages import EXECUTE_PATH, REPORT_PATH
 
 
 def stockade(
@@ -110,7 +112,165 @@ def test_drain_reports_full_load_and_wait_returns_when_nothing_is_left(
     assert scheduler.terminal_report("t")["status"] == "success"
 
 
-@pytest.mark.parametrize("command", [["ps"], ["logs", "x"], ["cancel", "x"], ["drain"]])
+REFUSE_AT_ONCE = '[report]\nrefused_tries = 2\nrefused_period = "10ms"'
+
+
+def test_dead_letters_are_listed_resent_and_dropped(
+    scheduler: RecordingScheduler, make_worker: Callable[..., WorkerProcess]
+) -> None:
+    worker = make_worker(extra=REFUSE_AT_ONCE)
+    scheduler.misbehave(Answer(404, {"error": "instance gone"}), path=REPORT_PATH)
+    names = ["a", "b", "c", "evil\x1b[2J"]
+    for name in names:
+        scheduler.dispatch(worker.url, schedule_instance_id=name, payload="exit 3")
+    eventually(lambda: worker.control.get("/v1/deadletters")["total"] == 4)
+    scheduler.behave()
+    assert worker.tasks(undelivered="1") == []
+    lines = stockade("deadletters", "list", worker=worker).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a", "b", "c", "evil?[2J"]
+    assert all("instance gone" in line for line in lines[1:])
+    listed = json.loads(stockade("deadletters", "list", "--json", worker=worker).stdout)
+    assert [(task["id"], task["attempts"]) for task in listed] == [(name, 2) for name in names]
+
+    refused = len(scheduler.terminal_reports("b"))
+    assert stockade("deadletters", "resend", "b", worker=worker).stdout == "resent 1\n"
+    scheduler.wait_for(lambda s: len(s.terminal_reports("b")) == refused + 1, DEADLINE_S)
+    assert stockade("deadletters", "drop", "a", "c", worker=worker).stdout == "dropped 2\n"
+    assert len(scheduler.terminal_reports("a")) == refused
+    assert stockade("deadletters", "resend", "--all", worker=worker).stdout == "resent 1\n"
+    eventually(lambda: worker.control.get("/v1/deadletters")["total"] == 0)
+    eventually(lambda: worker.status()["undelivered_reports"] == 0)
+    states = {task["id"]: task["state"] for task in worker.tasks(all="1")}
+    assert states == {"a": "dropped", "b": "delivered", "c": "dropped", names[3]: "delivered"}
+
+
+def test_dead_letters_that_cannot_be_named_are_told(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="done", payload="true")
+    scheduler.terminal_report("done", DEADLINE_S)
+    eventually(lambda: worker.status()["undelivered_reports"] == 0)
+    for arguments, words in (
+        (["resend"], "name the tasks' ids, or give --all"),
+        (["drop", "--all", "x"], "name the tasks' ids, or give --all"),
+        (["resend", "unknown"], "no task has this id"),
+        (["drop", "done"], "no dead letter: the task is delivered"),
+    ):
+        ended = stockade("deadletters", *arguments, worker=worker)
+        assert (ended.returncode, words in ended.stderr) == (1, True), ended.stderr
+        assert "Traceback" not in ended.stderr
+    assert stockade("deadletters", "resend", "--all", worker=worker).stdout == "resent 0\n"
+
+
+def test_a_dead_letter_outlives_a_restart_and_its_dropped_report_is_never_sent(
+    scheduler: RecordingScheduler, make_worker: Callable[..., WorkerProcess]
+) -> None:
+    worker = make_worker(extra=REFUSE_AT_ONCE)
+    scheduler.misbehave(Answer(400), path=REPORT_PATH)
+    for name in ("kept", "dropped"):
+        scheduler.dispatch(worker.url, schedule_instance_id=name, payload="true")
+    eventually(lambda: worker.control.get("/v1/deadletters")["total"] == 2)
+    assert stockade("deadletters", "drop", "dropped", worker=worker).returncode == 0
+    scheduler.behave()
+    told = len(scheduler.terminal_reports())
+    worker.kill()
+    worker.start()
+    (letter,) = worker.control.get("/v1/deadletters")["tasks"]
+    assert letter["id"] == "kept"
+    assert stockade("deadletters", "resend", "kept", worker=worker).returncode == 0
+    scheduler.wait_for(lambda s: len(s.terminal_reports()) == told + 1, DEADLINE_S)
+    assert scheduler.terminal_reports()[-1]["schedule_instance_id"] == "kept"
+
+
+def test_explain_tells_a_tasks_story_and_what_it_waits_for(
+    scheduler: RecordingScheduler, make_worker: Callable[..., WorkerProcess]
+) -> None:
+    worker = make_worker(
+        worker="max_concurrency = 1", extra=REFUSE_AT_ONCE + '\nretry_min = "50ms"'
+    )
+    url = worker.url
+
+    def explained(name: str) -> str:
+        return stockade("explain", name, worker=worker).stdout
+
+    scheduler.dispatch(url, schedule_instance_id="ended", payload="echo out; exit 3")
+    eventually(lambda: "its report was delivered, after 1 attempt" in explained("ended"))
+    assert "ended: failed (execute_failed): exit status 3" in explained("ended")
+    assert "nothing is owed any more" in explained("ended")
+    scheduler.dispatch(url, schedule_instance_id="runs", payload="sleep 60")
+    for name in ("first", "second"):
+        scheduler.dispatch(url, schedule_instance_id=name, payload="true")
+    eventually(lambda: "it runs, as process" in explained("runs"))
+    assert "it waits for a place: 1 tasks run, 1 wait before it" in explained("second")
+    scheduler.stop()
+    stockade("cancel", "runs", worker=worker)
+    eventually(lambda: "its report is owed: the scheduler gives no usable" in explained("runs"))
+    assert "a cancel was asked for" in explained("runs")
+    (told,) = json.loads(stockade("explain", "--json", "runs", worker=worker).stdout)
+    assert (told["state"], told["scheduler"]) == ("finished", scheduler.url)
+    missing = stockade("explain", "nobody", worker=worker)
+    assert (missing.returncode, "no task has this id" in missing.stderr) == (1, True)
+    scheduler.start()
+
+
+def test_top_shows_what_tasks_use(scheduler: RecordingScheduler, worker: WorkerProcess) -> None:
+    busy = "while :; do :; done & (while :; do :; done) & wait"
+    scheduler.dispatch(worker.url, schedule_instance_id="[red]busy", payload=busy)
+    scheduler.dispatch(
+        worker.url, schedule_instance_id="idle", payload="head -c 3M /dev/zero; sleep 60"
+    )
+    eventually(lambda: worker.control.output("idle", 0)[2] == 3 << 20)
+
+    def used(task: dict[str, Any]) -> bool:
+        return bool(task["usage"]) and task["usage"]["processes"] >= 3
+
+    eventually(lambda: used(worker.control.get("/v1/usage")["tasks"][0]))
+    lines = stockade("top", "--interval", "0.5", worker=worker).stdout.splitlines()
+    assert lines[0].startswith(f"{worker.id}: 2 of ")
+    assert lines[1].split() == [
+        "ID", "TYPE", "STATE", "RUN", "CPU%", "CPU", "MEMORY", "PROCESSES", "OUTPUT",
+    ]  # fmt: skip
+    first, second = lines[2].split(), lines[3].split()
+    # The busiest first. An id is no markup.
+    assert (first[0], second[0]) == ("[red]busy", "idle")
+    assert float(first[4]) > float(second[4])
+    assert int(first[7]) == 3
+    assert second[-1] == "3M"
+
+
+def test_top_renews_itself_on_a_terminal_until_ctrl_c(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="seen", payload="sleep 60")
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [*STOCKADE, "top", "--interval", "0.1", "--socket", str(worker.place / "run/control.sock")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={"PATH": os.environ["PATH"], "TERM": "xterm", "COLUMNS": "150", "LINES": "20"},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while shown.count(b"seen") < 3:
+            shown += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(ours, 65536):
+                pass
+        assert process.wait(DEADLINE_S) == 0
+    os.close(ours)
+    assert b"Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ps"], ["logs", "x"], ["cancel", "x"], ["drain"], ["explain", "x"], ["top"],
+        ["deadletters", "list"], ["deadletters", "drop", "--all"],
+    ],
+)  # fmt: skip
 def test_without_a_worker_the_message_says_where_it_was_looked_for(command: list[str]) -> None:
     ended = stockade(*command, "--socket", "/nonexistent/control.sock")
     assert ended.returncode == 1

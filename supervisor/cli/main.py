@@ -36,6 +36,9 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "logs": ("operate", "logs"),
     "cancel": ("operate", "cancel"),
     "drain": ("operate", "drain"),
+    "explain": ("operate", "explain"),
+    "deadletters": ("deadletters", "app"),
+    "top": ("top", "top"),
     "doctor": ("doctor", "doctor"),
     "config": ("config", "app"),
 }

@@ -1,21 +1,20 @@
-"""``ps``, ``logs``, ``cancel``, ``drain``: look at and steer a running worker."""
+"""``ps``, ``explain``, ``logs``, ``cancel``, ``drain``: look at and steer a running worker."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
 from stockade.platform.errors import StockadeError
 from stockade.supervisor.cli.control_client import ControlClient
 from stockade.supervisor.cli.ended import CommandEnded
+from stockade.supervisor.cli.task_table import aligned, clock, printable, task_table
 
 POLL_S: Final = 0.2
 
@@ -43,7 +42,7 @@ def ps(
     if as_json:
         print(json.dumps(tasks, indent=2))
         return
-    for line in _table(tasks):
+    for line in task_table(tasks):
         print(line)
     status = client.get("/v1/status")
     if status["undelivered_reports"]:
@@ -58,6 +57,27 @@ def ps(
         print(f"nothing is started: {status['pressure']}", file=sys.stderr)
     if status["journal_fault"]:
         print(f"cannot journal: {status['journal_fault']}", file=sys.stderr)
+
+
+def explain(
+    instance_id: Annotated[str, typer.Argument(metavar="ID", help="The task's instance id.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    socket: SocketOption = None,
+) -> None:
+    """Tell what happened to a task, and what it waits for now."""
+    tasks = ControlClient(socket).get("/v1/explain", {"id": instance_id})["tasks"]
+    if as_json:
+        print(json.dumps(tasks, indent=2))
+        return
+    for task in tasks:
+        print(f"{printable(task['id'])}  {printable(task['type'])}  seq {task['seq']}")
+        chapters = [
+            ("", "" if chapter["at"] is None else clock(chapter["at"]), printable(chapter["text"]))
+            for chapter in task["story"]
+        ]
+        for line in aligned([*chapters, ("", "now", printable(task["now"]))]):
+            print(line)
 
 
 def logs(
@@ -105,53 +125,6 @@ def drain(
     client.post("/v1/drain", {})
     while wait and client.get("/v1/status")["unfinished_tasks"]:
         time.sleep(POLL_S)
-
-
-def _table(tasks: list[dict[str, Any]]) -> Iterator[str]:
-    header: tuple[str, ...] = ("ID", "TYPE", "STATE", "ACCEPTED", "RUN", "OUTCOME")
-    rows = [header, *(_row(task) for task in tasks)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
-
-
-def _row(task: dict[str, Any]) -> tuple[str, ...]:
-    outcome = task["outcome"]
-    ended = ""
-    if outcome is not None:
-        ended = outcome["status"]
-        if outcome["reason"]:
-            ended = f"{ended}: {outcome['reason']}"
-    if task["error"]:
-        ended = f"{ended} (report refused: {task['error']})"
-    return (
-        _printable(task["id"]),
-        _printable(task["type"]),
-        task["state"],
-        _clock(task["accepted_at"]),
-        _run_time(task),
-        _printable(ended),
-    )
-
-
-def _run_time(task: dict[str, Any]) -> str:
-    outcome = task["outcome"]
-    if outcome is not None:
-        return "" if outcome["wall_s"] is None else f"{outcome['wall_s']:.1f}s"
-    if task["started_at"] is None:
-        return ""
-    return f"{max(0.0, time.time() - task['started_at']):.0f}s"
-
-
-def _clock(unix_s: float) -> str:
-    moment = datetime.datetime.fromtimestamp(unix_s).astimezone()
-    return f"{moment:%Y-%m-%d %H:%M:%S}"
-
-
-def _printable(text: str) -> str:
-    """Ids and reasons are others' texts: nothing in them may steer the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _write(data: bytes) -> None:
