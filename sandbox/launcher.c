@@ -8,9 +8,8 @@
  * Descriptors at exec, all of them open; whatever is above is closed:
  *   0 /dev/null; 1, 2 the slot's output pipe; 3 the channel, a SOCK_SEQPACKET socket; 4 a memfd
  *   with the message, once it is announced; 5 the task's cgroup directory, or /dev/null; 6 the slot's
- *   Landlock ruleset, or /dev/null; 7 the read end of the output pipe, held so that the task gets
- *   no SIGPIPE when its reader is restarted; 8 the lock of the slot's uid, held so that the uid is
- *   not used again while we live.
+ *   Landlock ruleset, or /dev/null; 7 the read end of the output pipe, so that the task gets no
+ *   SIGPIPE when its reader is restarted; 8 the lock of the slot's uid, which is ours while we live.
  *
  * The task is hostile, and we are its parent, possibly as root until the moment before it runs:
  *   - nothing that the task can influence is read or executed by us after its start, but signals;
@@ -35,6 +34,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -46,7 +46,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FD_CHANNEL = 3, FD_MESSAGE = 4, FD_CGROUP = 5, FD_RULESET = 6, FD_FIRST_FREE = 9 };
+enum { FD_CHANNEL = 3, FD_MESSAGE = 4, FD_CGROUP = 5, FD_RULESET = 6, FD_OUTPUT = 7,
+       FD_FIRST_FREE = 9 };
 enum { RECEIVED_MAX = 4 }; /* with 'G': the record, three for stdio */
 
 /* ---- The message: keep in step with launch_message.py, a test compares the two. ---- */
@@ -68,7 +69,6 @@ enum {
     FLAG_CGROUP_NAMESPACE = 32, /* the task sees its own cgroup as the root; we are root */
     FLAGS_KNOWN = 63
 };
-
 /* Little-endian and without padding. After it come, in this order: rlimits, filter, groups, then
  * strings_bytes of strings, each ended by NUL: program, directory, arguments, environment. */
 struct header {
@@ -104,7 +104,7 @@ static int signals_fd; /* a signalfd of SIGCHLD and SIGTERM */
 static int control[2]; /* parent's and child's end; see start_task() */
 static pid_t launcher; /* ourselves */
 static pid_t task;     /* 0 before it is started and once it is reaped: never signalled then */
-static bool is_root, is_child, bounding_set_is_empty;
+static bool is_root, is_child, bounding_set_is_empty, relieved;
 
 /* ---- The record and the channel ---- */
 
@@ -112,7 +112,6 @@ static bool is_root, is_child, bounding_set_is_empty;
 static size_t write_record(const char *text, size_t length)
 {
     ssize_t written = received_count ? write(received[0], text, length) : 0;
-
     if (written >= 0)
         errno = ENOSPC; /* why a write to a file stops half-way */
     return length - (written > 0 ? (size_t)written : 0);
@@ -127,7 +126,6 @@ static void tell_spawner(char what)
 static long long nanoseconds(clockid_t clock)
 {
     struct timespec now;
-
     clock_gettime(clock, &now);
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
@@ -143,7 +141,6 @@ static _Noreturn void fail(enum step step, int error)
     struct child_report report = {.step = step, .error = error};
     char line[64];
     int length = snprintf(line, sizeof line, "failed %s %d\n", step_names[step], error);
-
     if (is_child) {
         (void)!send(control[1], &report, sizeof report, MSG_NOSIGNAL);
         _exit(127);
@@ -176,7 +173,6 @@ static void prepare(void)
 {
     static const uint64_t default_action[8]; /* struct sigaction as the kernel has it, all zero */
     sigset_t watched;
-
     set_signal_mask(~UINT64_C(0));
     sigemptyset(&watched);
     sigaddset(&watched, SIGCHLD);
@@ -206,7 +202,6 @@ static void wait_for_packet(void)
     struct pollfd polled[] = {{.fd = FD_CHANNEL, .events = POLLIN},
                               {.fd = signals_fd, .events = POLLIN}};
     struct signalfd_siginfo ignored;
-
     /* The channel first: a SIGTERM sent after 'G' is meant for the task, and stays pending. One
      * that comes with no task to terminate must not hit a task that starts much later. */
     while (poll(polled, 2, -1) > 0 && !polled[0].revents)
@@ -227,7 +222,6 @@ static bool receive_go(void)
                             .msg_controllen = sizeof ancillary.bytes};
     ssize_t length = recvmsg(FD_CHANNEL, &packet, MSG_CMSG_CLOEXEC);
     const struct cmsghdr *first = CMSG_FIRSTHDR(&packet);
-
     if (length < 0)
         _exit(1);
     if (length == 0 && !first)
@@ -259,7 +253,6 @@ static bool are_ordinary_ids(const char *ids, size_t count)
 static int read_message(void)
 {
     ssize_t size = pread(FD_MESSAGE, message_bytes, sizeof message_bytes, 0);
-
     if (size < (ssize_t)sizeof header || size > (ssize_t)MESSAGE_MAX)
         return EINVAL;
     memcpy(&header, message_bytes, sizeof header);
@@ -270,7 +263,6 @@ static int read_message(void)
         header.rlimit_count > RLIMITS_MAX || header.filter_count > FILTER_MAX ||
         header.group_count > GROUPS_MAX || header.strings_bytes > MESSAGE_MAX)
         return EINVAL;
-
     size_t rlimit_bytes = header.rlimit_count * sizeof(struct wire_rlimit);
     size_t filter_bytes = header.filter_count * sizeof(struct sock_filter);
     size_t group_bytes = header.group_count * sizeof(uint32_t);
@@ -315,7 +307,6 @@ static bool keep_capabilities(uint32_t kept)
 {
     struct __user_cap_header_struct version = {.version = _LINUX_CAPABILITY_VERSION_3};
     struct __user_cap_data_struct sets[2] = {{.effective = kept, .permitted = kept}};
-
     return syscall(SYS_capset, &version, sets) == 0;
 }
 
@@ -324,7 +315,6 @@ static bool keep_capabilities(uint32_t kept)
 static void become_init(void)
 {
     bool change_user = header.flags & FLAG_CHANGE_USER;
-
     if (change_user) {
         errno = EPERM;
         require(bounding_set_is_empty, STEP_capabilities);
@@ -343,7 +333,6 @@ static void become_init(void)
 static _Noreturn void become_task(void)
 {
     char released;
-
     is_child = true;
     /* Ours is the only other copy of the parent's end: without it, read() sees the parent die. */
     close(control[0]);
@@ -419,7 +408,6 @@ static void start_task(void)
     /* A task that nobody could find again must not run. */
     require(write_record(line, (size_t)length) == 0, STEP_record);
     (void)!send(control[0], "", 1, MSG_NOSIGNAL);
-
     /* While the child is in exec: let go of what is the task's, so that its pipes see their EOF,
      * and of the message's pages. The channel, 7, 8 and the record are kept. */
     close(control[1]);
@@ -446,10 +434,21 @@ static void record_end(int status, const struct rusage *usage)
                           usage->ru_maxrss, usage->ru_inblock, usage->ru_oublock,
                           nanoseconds(CLOCK_MONOTONIC), nanoseconds(CLOCK_REALTIME));
     size_t left = (size_t)length;
-
     while ((left = write_record(line + length - left, left)) > 0 &&
            (errno == ENOSPC || errno == EDQUOT))
         nanosleep(&pause, NULL);
+}
+
+/* What was printed lasts while somebody holds its pipe. Once the spawner has hung up that is perhaps
+ * only us: we stay until it is read, until a SIGTERM says that it is held, or for five minutes. */
+static _Noreturn void leave(void)
+{
+    struct pollfd spawner = {.fd = FD_CHANNEL}, term = {.fd = signals_fd, .events = POLLIN};
+    for (int unread, tenths = 0; tenths < 3000 && !relieved; tenths++)
+        if (ioctl(FD_OUTPUT, FIONREAD, &unread) < 0 || unread == 0 || poll(&spawner, 1, 0) != 1 ||
+            !(spawner.revents & POLLHUP) || poll(&term, 1, 100) != 0)
+            break;
+    _exit(0);
 }
 
 /* Reaps the task and orphans of its that ended; exits when there is no child left. */
@@ -466,7 +465,7 @@ static void reap(void)
             return;
         }
         if (pid < 0)
-            _exit(0); /* ECHILD: the task was the last or is reaped already */
+            leave(); /* ECHILD: the task was the last or is reaped already */
         if (pid == task) {
             task_ended = true;
             task = 0; /* from here on its number may be anybody's */
@@ -494,6 +493,7 @@ int main(void)
              * that is stopped gets the first signal only with the second. */
             kill(-task, SIGTERM);
             kill(-task, SIGCONT);
-        }
+        } else
+            relieved = true;
     }
 }

@@ -6,7 +6,7 @@ a JSON object ``{"type": NAME, ...fields}`` of at most 64 KiB, with at most 200 
 The supervisor speaks first: Hello, answered by Welcome or Refused. Then, in any order:
 
     supervisor -> spawner                     spawner -> supervisor
-    Start (seq, descriptors)                  Started (descriptor), later Ended; or Ended alone
+    Start (seq, descriptors)                  Prepared (descriptor), Started, Ended; or Ended alone
     Cancel (seq)                              (nothing: Ended follows)
     Acknowledge (seq)                         (nothing: the record is removed)
     List (after)                              Listed (page of tasks, with output pipes)
@@ -138,8 +138,19 @@ class Start(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Prepared(_Fields):
+    """The task is about to be started. Carries the output pipe's read end; not with own_stdio.
+
+    Sent before the task can print: so that, whichever of us two dies, the other holds the pipe.
+    """
+
+    type: ClassVar[str] = "prepared"
+    seq: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Started(_Fields):
-    """The task's program runs. Carries the output pipe's read end unless the Start had own_stdio.
+    """The task's program runs.
 
     Attributes:
         pid: the task's main process, in the host's pid namespace.
@@ -159,7 +170,7 @@ class Ended(_Fields):
     """The task ended and nothing of it lives (or the outcome's reason says what does).
 
     All its output is in the pipe. The output fields of the outcome are the supervisor's to fill in.
-    Carries the output pipe's read end when no Started told it before on this connection.
+    Carries the output pipe's read end too, for a supervisor that came later.
     """
 
     type: ClassVar[str] = "ended"
@@ -254,6 +265,7 @@ Message = (
     Hello
     | Welcome
     | Start
+    | Prepared
     | Started
     | Ended
     | Cancel
@@ -267,7 +279,8 @@ Message = (
 _TYPES: Final[dict[str, type[Message]]] = {
     message.type: message
     for message in (
-        Hello, Welcome, Start, Started, Ended, Cancel, Acknowledge, List, Listed, Finish, Refused,
+        Hello, Welcome, Start, Prepared, Started, Ended, Cancel, Acknowledge, List, Listed, Finish,
+        Refused,
     )
 }  # fmt: skip
 

@@ -94,9 +94,14 @@ def _take_over(
         spawner.cleaner.clean(used.name, used.groups, used.uid, None)
     elif launcher is None:
         task.launcher_exited()
-    elif succession is Succession.STANDBY or isinstance(task, ContainerTask):
+    elif (
+        succession is Succession.STANDBY
         # A container is its engine's and not ours: it may well be over by now, and its deadline is
         # in the record.
+        or isinstance(task, ContainerTask)
+        or found.ended is not None
+        or found.failed is not None
+    ):
         task.adopt(found)
     else:
         task.kill(Cause.LOST, "the worker's processes died while the task ran")

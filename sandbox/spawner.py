@@ -39,7 +39,7 @@ from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.places import Places
 from stockade.sandbox.pool import Pool
 from stockade.sandbox.profiles import Profile
-from stockade.sandbox.record import Cause, RecordFile, SlotRecord
+from stockade.sandbox.record import Cause, RecordFile, SlotRecord, StartedLine
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.slot import Slot, SlotMaker
 from stockade.sandbox.starting import Request, Starter, read_request
@@ -314,6 +314,9 @@ class Spawner:
         self.tasks[start.seq] = task
         self.children.watch(made.launcher_pid, lambda _status: task.launcher_exited())
         task.follow()
+        if not start.own_stdio:
+            # Before it can print: should we die now, the supervisor holds what it prints.
+            self._send_with_output(protocol.Prepared(start.seq), task)
         try:
             if line is None or self.containers is None:
                 self._starter.hand_over(made, start, request, record.fd)
@@ -376,12 +379,10 @@ class Spawner:
     # What happens to tasks (task.Observer).
 
     def task_started(self, task: Task) -> None:
-        """Tells the supervisor, with the output pipe."""
-        if task.started is None:
-            return
-        self._attempts.forget(task.seq)
-        message = protocol.Started(task.seq, task.started.pid, task.slot.name, task.started.unix)
-        self._send_with_output(message, task)
+        """Tells the supervisor."""
+        if task.started is not None:
+            self._attempts.forget(task.seq)
+            self._send(_started(task, task.started))
 
     def task_over(self, task: Task) -> None:
         """Tells the supervisor the outcome and begins the clean-up of the slot."""
@@ -406,7 +407,9 @@ class Spawner:
         ):
             self._forget(task)
 
-    def _send_with_output(self, message: protocol.Started | protocol.Ended, task: Task) -> None:
+    def _send_with_output(
+        self, message: protocol.Prepared | protocol.Started | protocol.Ended, task: Task
+    ) -> None:
         if task.header.own_stdio or task.slot.output_fd < 0:
             self._send(message)
             return
@@ -426,7 +429,7 @@ class Spawner:
             assert task.outcome is not None
             self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
         elif task.started is not None:
-            self.task_started(task)
+            self._send_with_output(_started(task, task.started), task)
 
     def _forget(self, task: Task) -> None:
         """The outcome is safe with the supervisor: record and output pipe may go."""
@@ -536,3 +539,7 @@ class Spawner:
             self._connection.close()
         log.info("the spawner ends: nothing is left to do")
         self.loop.stop()
+
+
+def _started(task: Task, line: StartedLine) -> protocol.Started:
+    return protocol.Started(task.seq, line.pid, task.slot.name, line.unix)

@@ -152,6 +152,8 @@ class Task:
             self._is_started(found.started)
             self._observer.task_started(self)
         if found.ended is not None or found.failed is not None:
+            # It may stay only for what was printed, which we hold by now.
+            pidfd.send_signal(self.slot.launcher_pidfd, signal.SIGTERM)
             self.clear()
         elif self.phase not in (Phase.CLEARING, Phase.OVER):
             self._timer("look", _ADOPTED_LOOK_S, self._look_at_record)

@@ -22,7 +22,7 @@ import structlog
 from stockade.platform.errors import StockadeError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
-from stockade.sandbox.protocol import Ended, Started, Welcome
+from stockade.sandbox.protocol import Ended, Prepared, Started, Welcome
 from stockade.supervisor.admission import Admission
 from stockade.supervisor.adoption import reconcile
 from stockade.supervisor.errors import JournalError, RejectedError, SpawnerLostError
@@ -216,6 +216,17 @@ class Executor:
 
     def spawner_lost(self) -> None:
         self.connected.clear()
+
+    def task_prepared(self, prepared: Prepared, output_fd: int | None) -> None:
+        task = self.tasks.get(prepared.seq)
+        if task is not None and task.phase is not Phase.ENDED:
+            if task.output is not None:
+                # Sent again after a spawner's death: what was prepared first will not be used.
+                task.output.close()
+                task.output = None
+            self._attach(task, output_fd)
+        elif output_fd is not None:
+            os.close(output_fd)
 
     def task_started(self, started: Started, output_fd: int | None) -> None:
         task = self.tasks.get(started.seq)

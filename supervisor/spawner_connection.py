@@ -19,6 +19,7 @@ from stockade.sandbox.protocol import (
     List,
     Listed,
     Message,
+    Prepared,
     Refused,
     Started,
     Welcome,
@@ -33,6 +34,8 @@ _PACKETS_AT_ONCE: Final = 32
 # sendmsg(2): these pass when the peer has taken descriptors in, or the host has memory again.
 _PAUSE_ERRORS: Final = (errno.ENOBUFS, errno.ETOOMANYREFS, errno.ENOMEM)
 
+_Told = Prepared | Started | Ended
+
 
 class SpawnerListener(Protocol):
     """Who is told what the spawner says. Descriptors passed here belong to the listener."""
@@ -42,6 +45,8 @@ class SpawnerListener(Protocol):
 
     def spawner_lost(self) -> None:
         """The connection is gone; whatever was not answered is unknown until the next one."""
+
+    def task_prepared(self, prepared: Prepared, output_fd: int | None) -> None: ...
 
     def task_started(self, started: Started, output_fd: int | None) -> None: ...
 
@@ -62,7 +67,7 @@ class SpawnerConnection:
         self._list_lock = asyncio.Lock()
         self.closed = asyncio.Event()
         # What comes between a List and the listener's taking it in would be seen out of order.
-        self._held: list[tuple[Started | Ended, int | None]] | None = []
+        self._held: list[tuple[_Told, int | None]] | None = []
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -94,8 +99,10 @@ class SpawnerConnection:
         for message, output_fd in held:
             self._deliver(message, output_fd)
 
-    def _deliver(self, message: Started | Ended, output_fd: int | None) -> None:
-        if isinstance(message, Started):
+    def _deliver(self, message: _Told, output_fd: int | None) -> None:
+        if isinstance(message, Prepared):
+            self._listener.task_prepared(message, output_fd)
+        elif isinstance(message, Started):
             self._listener.task_started(message, output_fd)
         else:
             self._listener.task_ended(message, output_fd)
@@ -141,7 +148,10 @@ class SpawnerConnection:
                     self._stop_writing()
                     self._loop.call_later(_SEND_PAUSE_S, self._flush)
                 else:
-                    self.close(str(error))
+                    # The peer is gone. What it said before is still to be read, and its end with
+                    # it; what we have to say, nobody hears.
+                    self._stop_writing()
+                    self._loop.call_soon(self._readable)
                 return
             self._outgoing.popleft()
             close_all(descriptors)
@@ -164,6 +174,9 @@ class SpawnerConnection:
             try:
                 packet, descriptors = receive_packet(self._sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
             except OSError as error:
+                if error.errno == errno.ECONNRESET:
+                    # Told once, before what the peer sent last: that is read next.
+                    continue
                 if error.errno not in (errno.EAGAIN, errno.EINTR):
                     self.close(str(error))
                 return
@@ -179,7 +192,7 @@ class SpawnerConnection:
 
     def _dispatch(self, message: Message, descriptors: list[int]) -> None:
         match message:
-            case Started() | Ended():
+            case Prepared() | Started() | Ended():
                 if self._held is None:
                     self._deliver(message, _single(descriptors))
                 else:

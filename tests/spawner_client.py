@@ -102,7 +102,7 @@ class SpawnerClient:
         )
         assert packet, "the spawner hung up"
         message = protocol.decode(packet)
-        if isinstance(message, protocol.Started | protocol.Ended) and fds:
+        if isinstance(message, protocol.Prepared | protocol.Started | protocol.Ended) and fds:
             self._keep_output(message.seq, fds[0])
         if isinstance(message, protocol.Started):
             self.pids[message.seq] = message.pid

@@ -14,7 +14,7 @@ from stockade.platform import pidfd
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Status
 from stockade.sandbox.profiles import Profile
-from stockade.sandbox.protocol import Ended, Started, Welcome
+from stockade.sandbox.protocol import Ended, Prepared, Started, Welcome
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
 from stockade.supervisor.errors import RejectedError, SpawnerLostError
@@ -44,6 +44,10 @@ class Listener:
 
     def spawner_lost(self) -> None:
         self._note("lost")
+
+    def task_prepared(self, prepared: Prepared, output_fd: int | None) -> None:
+        self._keep(prepared.seq, output_fd)
+        self._note(f"prepared {prepared.seq}")
 
     def task_started(self, started: Started, output_fd: int | None) -> None:
         self.started[started.seq] = started
@@ -139,11 +143,11 @@ def start(client: SpawnerClient, seq: int, script: str, limits: Limits | None = 
     client.start(pack_start(seq, plan, limits or Limits(), "process"))
 
 
-def test_started_carries_the_output_and_ended_the_outcome(lab: Lab) -> None:
+def test_prepared_carries_the_output_and_ended_the_outcome(lab: Lab) -> None:
     async def body(client: SpawnerClient, listener: Listener) -> None:
         start(client, 7, "echo out; exit 3")
         await listener.until(lambda: 7 in listener.ended)
-        assert listener.calls == ["connected", "started 7", "ended 7"]
+        assert listener.calls == ["connected", "prepared 7", "started 7", "ended 7"]
         assert listener.started[7].pid > 1
         assert listener.ended[7].outcome.exit_code == 3
         assert os.read(listener.outputs[7], 100) == b"out\n"
@@ -254,7 +258,9 @@ def test_client_finds_the_standby_when_the_spawner_dies(lab: Lab) -> None:
         await listener.until(lambda: 1 in listener.started)
         pidfd.checked_kill(listener.welcomes[0].pid, signal.SIGKILL)
         await listener.until(lambda: len(listener.welcomes) == 2)
-        assert listener.calls[:4] == ["connected", "started 1", "lost", "connected"]
+        assert listener.calls[:5] == [
+            "connected", "prepared 1", "started 1", "lost", "connected",
+        ]  # fmt: skip
         assert listener.welcomes[1].token == listener.welcomes[0].token
         assert listener.welcomes[1].generation == listener.welcomes[0].generation + 1
         await listener.until(lambda: 1 in listener.ended)
