@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
+import fcntl
 import os
+import stat
+import struct
+import termios
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +57,7 @@ class Capture:
         self._tail_max = 0 if output_max is None else output_max - self._head_max
         self._head_bytes = 0
         self._head_fd: int | None = None
+        self._splices = True
         self._ring: Ring | None = None
 
     @property
@@ -70,15 +76,13 @@ class Capture:
         Args:
             fd: the read end, non-blocking. Never closed here.
         """
-        buffer = self._buffer
         for _ in range(PIECES_A_FEED):
             try:
-                length = os.readv(fd, [buffer])
+                length = self._take(fd)
             except BlockingIOError:
                 return Fed.DRAINED
             if not length:
                 return Fed.CLOSED
-            self._keep(buffer[:length])
         return Fed.MORE
 
     def write(self, data: bytes) -> None:
@@ -121,6 +125,56 @@ class Capture:
         with contextlib.suppress(FileNotFoundError):
             self.total = self._head_bytes = self._head_path.stat().st_size
 
+    def _take(self, fd: int) -> int:
+        """Takes one piece from a pipe; how long it was, 0 at the pipe's end."""
+        if self._head_bytes < self._head_max and self._splices and self._open_head_for(fd):
+            try:
+                return self._move_into_head(fd)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                # Nothing was taken. EINVAL: this file system does not do it.
+                self._splices = False
+                if error.errno != errno.EINVAL:
+                    self._end_head(error)
+        length = os.readv(fd, [self._buffer])
+        self._keep(self._buffer[:length])
+        return length
+
+    def _open_head_for(self, fd: int) -> bool:
+        """Whether the head is open; opened only for a pipe that has something for it."""
+        if self._head_fd is None:
+            if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+                self._splices = False
+                return False
+            (waiting,) = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
+            if not waiting:
+                return False
+            try:
+                self._head_fd = self._open_head()
+            except OSError as error:
+                self._end_head(error)
+                return False
+        return True
+
+    def _move_into_head(self, fd: int) -> int:
+        # In one step from the pipe to the file: read and then written, a supervisor that is killed
+        # in between would take it along.
+        assert self._head_fd is not None
+        length = min(PIECE_BYTES, self._head_max - self._head_bytes)
+        moved = os.splice(fd, self._head_fd, length, offset_dst=self._head_bytes)
+        self._head_bytes += moved
+        self.total += moved
+        return moved
+
+    def _open_head(self) -> int:
+        return os.open(self._head_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _end_head(self, error: OSError) -> None:
+        # What comes later goes into the ring, or is lost as well.
+        self._lost(error)
+        self._head_max = self._head_bytes
+
     def _keep(self, piece: memoryview) -> None:
         self.total += len(piece)
         if self._head_bytes < self._head_max:
@@ -134,16 +188,13 @@ class Capture:
         rest = piece[len(part) :]
         try:
             if self._head_fd is None:
-                path = self._head_path
-                self._head_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._head_fd = self._open_head()
             while part:
                 written = os.pwrite(self._head_fd, part, self._head_bytes)
                 self._head_bytes += written
                 part = part[written:]
         except OSError as error:
-            # The head ends here: what comes later goes into the ring, or is lost as well.
-            self._lost(error)
-            self._head_max = self._head_bytes
+            self._end_head(error)
             return piece[len(piece) - len(part) - len(rest) :]
         return rest
 

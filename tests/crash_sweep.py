@@ -11,6 +11,9 @@ and its scheduler gets one terminal report that counts. The table says what was 
     takeover    the spawner is killed while a task runs; a death in the standby that takes over
     restart     a task ended while no supervisor was there; a death in the next one's start
     boot        all are killed while a task runs; a death in whatever starts next
+    pairs       two of the first die in one life, or one of them and the standby
+    errors      nobody dies: the journal's disk answers EIO or ENOSPC, once or for some time
+    journal     the journal alone, from its creation to its second end: deaths and errors
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ import dataclasses
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+import journal_life
 from injection import (
     Fault,
     Strace,
@@ -52,6 +57,9 @@ from worker_process import (
 
 from stockade.platform import proc
 from stockade.platform.errors import StockadeError
+from stockade.supervisor.errors import JournalError
+
+T = TypeVar("T")
 
 # Calls that leave the process as it was, for everybody else: a death at one is no other than the
 # death at the next of those that are tried.
@@ -188,6 +196,16 @@ class Sweep:
         tally.crashes += len(dead - {"journal"} if "supervisor" in dead else dead)
         self._settle(tally, name, dead, " ".join(map(str, points)), accepted=accepted)
 
+    def errors(self, point: Point) -> None:
+        """One task's life with an error of the disk in it, which the worker must get over."""
+        self.make_ready()
+        name = self._name()
+        tally = self._tally("errors", (point,))
+        with attached(self._thread("journal"), point.fault) as strace:
+            accepted = self._dispatch(name)
+            self._wait(name, [strace])
+        self._settle(tally, name, set(), str(point), accepted=accepted)
+
     def takeover(self, point: Point, *, supervisor_too: bool) -> None:
         """The spawner is killed while a task runs, and then the standby at its point."""
         self.make_ready()
@@ -235,6 +253,26 @@ class Sweep:
         eventually(
             lambda: not [kill_if_alive(p) for uid in uids for p in proc.processes_of_uid(uid)]
         )
+
+    def journal(self, fault: Fault) -> None:
+        """The journal's life alone, with one fault in it."""
+        tally = self._tally("journal", (Point("death" if fault.error is None else "error", fault),))
+        with tempfile.TemporaryDirectory(prefix="stockade-journal-") as directory:
+            path = Path(directory) / "journal.db"
+            life = [sys.executable, journal_life.__file__, str(path)]
+            ended = subprocess.run(
+                [*under_strace(fault), *life], capture_output=True, text=True,
+                timeout=DEADLINE_S, check=False,
+            )  # fmt: skip
+            said = ended.stdout.splitlines()
+            tally.tasks += 1
+            tally.crashes += ended.returncode == -signal.SIGKILL
+            try:
+                if fault.error is not None and ended.returncode != journal_life.GAVE_UP:
+                    assert said[-1:] == [journal_life.WHOLE], f"{said[-2:]} {ended.stderr[-2000:]}"
+                journal_life.check(path, said)
+            except (AssertionError, JournalError) as error:
+                self._note(tally, "lost", f"the journal's {fault}", str(error))
 
     # The promise.
 
@@ -524,7 +562,7 @@ def sweeping() -> Iterator[Sweep]:
             worker.close()
 
 
-def spread(points: Sequence[Point], count: int, chance: random.Random) -> list[Point]:
+def spread(points: Sequence[T], count: int, chance: random.Random) -> list[T]:
     """So many of the points, spread over all of them."""
     if count >= len(points):
         return list(points)
@@ -532,6 +570,15 @@ def spread(points: Sequence[Point], count: int, chance: random.Random) -> list[P
     return [points[int((number + chance.random()) * step)] for number in range(count)]
 
 
+# Of one life of the journal: all of the rare ones; of the 13,000 writes the first and the last of
+# each kind of place, and some of the many that are like each other.
+JOURNAL_CALLS: Final = {
+    "pwrite64": (*range(1, 81), *range(81, 13600, 450)),
+    "fdatasync": range(1, 42),
+    "fsync": range(1, 3),
+    "ftruncate": range(1, 4),
+    "unlink": range(1, 3),
+}
 VICTIMS: Final = ("supervisor", "journal", "spawner", "launcher")
 PAIRS: Final = (*itertools.combinations(VICTIMS, 2), *((victim, "standby") for victim in VICTIMS))
 
@@ -542,7 +589,7 @@ def run(
 ) -> None:  # fmt: skip
     """The sweep, or the given share of each of its parts."""
 
-    def some(points: list[Point]) -> list[Point]:
+    def some(points: list[T]) -> list[T]:
         return spread(points, max(1, round(share * len(points))), chance)
 
     def each(what: str, points: list[Point], case: Callable[[Point], None]) -> None:
@@ -570,6 +617,24 @@ def run(
         kill_all, all_dead = sweep.kill_all, {"all"}
         points = some(sweep.points_of_a_start(kill_all))
         each("boot", points, lambda p: sweep.start(p, "boot", kill_all, all_dead))
+    if "errors" in scenarios:
+        faults = [
+            Point("journal", dataclasses.replace(p.fault, error=error, times=times))
+            for p in of["journal"]
+            if p.fault.call in ("pwrite64", "fdatasync", "ftruncate")
+            for error, times in (("EIO", 1), ("ENOSPC", 1), ("EIO", 40))
+        ]
+        each("errors", some(faults), sweep.errors)
+    if "journal" in scenarios:
+        journal_faults = [
+            Fault(call, number, error)
+            for call, numbers in JOURNAL_CALLS.items()
+            for number in numbers
+            for error in (None, "EIO", *(["ENOSPC"] if call == "pwrite64" else []))
+        ]
+        say(f"journal: {len(some(journal_faults))} points")
+        for fault in some(journal_faults):
+            sweep.journal(fault)
     if "pairs" in scenarios:
         for first, second in PAIRS:
             pairs = [(p, chance.choice(of[second])) for p in some(of[first])]
@@ -578,7 +643,7 @@ def run(
                 sweep.life(*pair)
 
 
-SCENARIOS: Final = ("life", "takeover", "restart", "boot", "pairs")
+SCENARIOS: Final = ("life", "takeover", "restart", "boot", "pairs", "errors", "journal")
 
 
 def main() -> int:

@@ -38,23 +38,23 @@ class Fault:
         call: a system call's name.
         number: which one of them, from 1.
         error: an errno's name; None: SIGKILL.
-        lasting: that one and all after it.
+        times: that one and the next ones, so many of them.
     """
 
     call: str
     number: int
     error: str | None = None
-    lasting: bool = False
+    times: int = 1
 
     def options(self) -> list[str]:
         """strace's, to do it and to trace nothing else."""
         effect = "signal=SIGKILL" if self.error is None else f"error={self.error}"
-        when = f"{self.number}{'+' if self.lasting else ''}"
+        when = f"{self.number}..{self.number + self.times - 1}"
         return ["-e", f"trace={self.call}", "-e", f"inject={self.call}:{effect}:when={when}"]
 
     def __str__(self) -> str:
         effect = "" if self.error is None else f"={self.error}"
-        return f"{self.call}#{self.number}{'+' if self.lasting else ''}{effect}"
+        return f"{self.call}#{self.number}{f'x{self.times}' if self.times > 1 else ''}{effect}"
 
 
 class Strace:
