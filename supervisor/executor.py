@@ -255,6 +255,9 @@ class Executor:
                 self.client.acknowledge(ended.seq)
             return
         self._attach(task, output_fd)
+        if task.phase is Phase.SENT and ended.outcome.started_at is not None:
+            # The end of a short task can overtake its start; the scheduler hears of both.
+            self._reporter.running(task.row)
         task.end(ended.outcome)
 
     # --- cancel and drain -----------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Reporter:
             delivery.ack = delivery.running = False
         else:
             delivery.outcome, delivery.excerpt = row.outcome, row.excerpt
-        self._note_end(row)
+        self._note_end(row.seq, 0.0)
         channel.push(delivery)
 
     async def resume(self) -> None:
@@ -178,11 +178,9 @@ class Reporter:
             self._channels[link.name, scheduler] = channel
         return channel
 
-    def _note_end(self, row: Row) -> None:
-        ended_at = row.finished_at
-        age_s = 0.0 if ended_at is None else max(0.0, time.time() - ended_at)
-        self._undelivered[row.seq] = time.monotonic() - age_s
-        self._ended[row.seq] = None
+    def _note_end(self, seq: int, age_s: float) -> None:
+        self._undelivered[seq] = time.monotonic() - age_s
+        self._ended[seq] = None
         if len(self._ended) > ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
@@ -210,5 +208,8 @@ class Reporter:
             if row is None or row.state is not State.FINISHED:
                 self._undelivered.pop(seq, None)
             elif seq not in self._ended:
-                self._note_end(row)
+                ended_at = row.finished_at
+                # Of an earlier life: only the wall clock can say for how long it has been owed.
+                age_s = 0.0 if ended_at is None else max(0.0, time.time() - ended_at)
+                self._note_end(seq, age_s)
                 self._channel(row).push_old(seq)

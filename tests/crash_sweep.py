@@ -479,24 +479,28 @@ class Sweep:
             )  # fmt: skip
         # strace makes short-lived children of its own first, which try what the kernel can.
         command = f"{self._worker.place}/stockade.toml"
-        pid = eventually(
-            lambda: next(
-                (p for p in processes_that_name(command) if p in proc.children(tracer.pid)), 0
-            )
-        )
+
+        def look() -> int:
+            found = [p for p in processes_that_name(command) if p in proc.children(tracer.pid)]
+            # It may have died at its very first call.
+            return found[0] if found else -1 if tracer.poll() is not None else 0
+
+        pid = eventually(look)
 
         def lives() -> bool:
-            found = proc.process(pid)
+            found = proc.process(pid) if pid > 0 else None
             return found is not None and found.is_alive
 
         try:
             yield lives
         finally:
-            kill_if_alive(pid)
+            if pid > 0:
+                kill_if_alive(pid)
             # Told to end, it would wait for the command's children; killed, it lets go of them.
             tracer.kill()
             tracer.wait(DEADLINE_S)
-            wait_until_gone(pid)
+            if pid > 0:
+                wait_until_gone(pid)
 
     def _tally(self, scenario: str, points: tuple[Point, ...]) -> Tally:
         victims = "+".join(sorted({point.victim for point in points}))

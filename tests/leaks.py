@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from worker_process import directories_named
 
 from stockade.platform import cgroup, proc
 
@@ -39,13 +40,7 @@ def _cgroups() -> set[str]:
     mount = cgroup.find_mount()
     if mount is None:
         return set()
-    # Not glob: it fails when a group goes while it looks.
-    return {
-        f"{directory}/{name}"
-        for directory, names, _ in os.walk(os.fsdecode(mount))
-        for name in names
-        if name.startswith("stockade-")
-    }
+    return directories_named(Path(os.fsdecode(mount)), "stockade-")
 
 
 def _mounts() -> set[str]:

@@ -56,6 +56,16 @@ def processes_that_name(text: str) -> list[int]:
     return found
 
 
+def directories_named(top: Path, part: str) -> set[str]:
+    """Directories below ``top`` with ``part`` in their name, while others come and go there."""
+    return {
+        os.path.join(directory, name)
+        for directory, names, _ in os.walk(top)
+        for name in names
+        if part in name
+    }
+
+
 def in_charge(spawners: list[int]) -> int:
     """The spawner whose child the other, the standby, is."""
     (pid,) = [
@@ -91,11 +101,13 @@ class WorkerProcess:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.link = link
-        self._environment = environment or {}
         self.place = make_place()
         self.id = f"test-{secrets.token_hex(6)}"
         self.uid_min = UID_BASE + secrets.randbelow(100) * UID_SPAN
         self.process: subprocess.Popen[bytes] | None = None
+        # What a test puts before the command, and into the supervisor's environment.
+        self.before: tuple[str, ...] = ()
+        self.environment = environment or {}
         scheduler_line = f'scheduler = "{scheduler}"' if scheduler else ""
         # Without a port that others could have, too.
         other = "" if link == "http" else '[http]\nlisten = "127.0.0.1:0"\n'
@@ -157,11 +169,14 @@ class WorkerProcess:
         """Start it without waiting."""
         with open(self.place / "worker.log", "ab") as log:
             self.process = subprocess.Popen(
-                [*STOCKADE, "worker", "--config", str(self.place / "stockade.toml")],
+                [
+                    *self.before, *STOCKADE,
+                    "worker", "--config", str(self.place / "stockade.toml"),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **self._environment},
+                env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", **self.environment},
             )
         return self.process
 
