@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import time
@@ -355,7 +356,8 @@ def test_backlog_of_100_000_reports_holds_up_neither_the_start_nor_the_new_ones(
     scheduler.terminal_report("warm", DEADLINE_S)
     eventually(lambda: worker.status()["undelivered_reports"] == 0)
     empty_bytes = resident_bytes(worker)
-    assert worker.stop() == 0
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
     owe_reports(worker.place / "state" / "worker" / "journal.db", BACKLOG, scheduler.url)
     scheduler.stop()
     worker.start()

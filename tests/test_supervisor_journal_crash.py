@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from stockade.sandbox.outcome import Outcome, Status
+from stockade.supervisor import journal_file
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.errors import JournalError
 from stockade.supervisor.journal import Journal
@@ -378,6 +379,7 @@ def empty_beside_a_log(path: Path) -> None:
     path.with_name("journal.db-wal").write_bytes(b"x" * 5000)
 
 
+@pytest.mark.parametrize("full_check_bytes", [journal_file.FULL_CHECK_BYTES, 0])
 @pytest.mark.parametrize(
     ("damage", "is_salvaged"),
     [
@@ -389,8 +391,13 @@ def empty_beside_a_log(path: Path) -> None:
     ],
 )
 def test_a_damaged_journal_is_set_aside_and_what_can_be_read_goes_on(
-    path: Path, damage: Callable[[Path], None], is_salvaged: bool
+    path: Path,
+    damage: Callable[[Path], None],
+    is_salvaged: bool,
+    full_check_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(journal_file, "FULL_CHECK_BYTES", full_check_bytes)
     seqs = with_journal(path, add_tasks)
     damage(path)
     remains = path.read_bytes()
