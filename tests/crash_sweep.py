@@ -374,14 +374,12 @@ class Sweep:
 
     def _dispatch(self, name: str) -> bool:
         """Whether it was answered with "accepted"."""
-        script = f"echo . >> {self._runs}/{name}; echo out"
+        script = f"{self._mark(name)}; echo out"
         return self._send(name, script)
 
     def _run_until(self, name: str, gate: Path) -> None:
         """A task that runs until the gate is there."""
-        script = (
-            f"echo . >> {self._runs}/{name}; until [ -e {gate} ]; do sleep 0.01; done; echo out"
-        )
+        script = f"{self._mark(name)}; until [ -e {gate} ]; do sleep 0.01; done; echo out"
         assert self._send(name, script)
         self._scheduler.wait_for(lambda s: "running" in s.kinds(name), DEADLINE_S)
 
@@ -396,10 +394,11 @@ class Sweep:
         return f"t{next(self._numbers)}"
 
     def _executions(self, name: str) -> int:
-        try:
-            return len((self._runs / name).read_text().split())
-        except FileNotFoundError:
-            return 0
+        return len(list(self._runs.glob(f"{name}.*")))
+
+    def _mark(self, name: str) -> str:
+        """The shell command that leaves a file for each execution, whichever uid it has."""
+        return f": > {self._runs}/{name}.$EPOCHREALTIME"
 
     def _wait(self, name: str, straces: list[Strace]) -> None:
         """Until one has died, or the life is over with all that follows its report."""

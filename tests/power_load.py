@@ -90,10 +90,10 @@ def settle() -> None:
     eventually(idle, START_S)
     for path in (STATE / "state" / "worker").glob("*damaged*"):
         say("damaged", path.name)
-    for path in (STATE / "runs").iterdir():
-        if path.read_text().count(".") > 1:
-            say("doubled", path.name)
-        path.unlink()
+    # Each execution leaves a file, whichever uid it has.
+    runs = [path.name.partition(".")[0] for path in (STATE / "runs").iterdir()]
+    for name in {name for name in runs if runs.count(name) > 1}:
+        say("doubled", name)
     say("settled")
 
 
@@ -114,7 +114,8 @@ def dispatch_for_ever(scheduler: RecordingScheduler, prefix: str, sender: int) -
     for number in itertools.count():
         name = f"{prefix}-{sender}-{number}"
         pause_s = (number * 37 + sender * 11) % 100 / 50
-        script = f"echo . >> {STATE}/runs/{name}; sync {STATE}/runs/{name}; sleep {pause_s}"
+        mark = f"{STATE}/runs/{name}.$EPOCHREALTIME"
+        script = f"run={mark}; : > $run; sync $run; sleep {pause_s}"
         say("sent", name)
         status, _ = scheduler.dispatch(WORKER, schedule_instance_id=name, payload=script)
         if status == 202:
