@@ -32,7 +32,7 @@ RUNTIME = Path("/run/stockade-power")
 SCHEDULER_PORT = 18080
 WORKER = "http://127.0.0.1:18081"
 IN_FLIGHT = 6
-START_S = 120.0
+START_S = 300.0
 # A report counts for us when its line is out of the machine: only then is it answered.
 ANSWER_DELAY_S = 0.5
 

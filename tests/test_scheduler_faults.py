@@ -378,7 +378,7 @@ def test_backlog_of_100_000_reports_holds_up_neither_the_start_nor_the_new_ones(
     assert worker.status()["undelivered_reports"] > BACKLOG // 20
     while left := worker.status()["undelivered_reports"]:
         # However slow the machine is, it goes on.
-        eventually(lambda: worker.status()["undelivered_reports"] < left, 60)  # noqa: B023
+        eventually(lambda: worker.status()["undelivered_reports"] < left, 60)
         time.sleep(0.5)
     assert resident_bytes(worker) - empty_bytes < 48 << 20
     messages = scheduler.messages[seen:]
