@@ -170,8 +170,11 @@ class WorkerProcess:
         with open(self.place / "worker.log", "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *self.before, *STOCKADE,
-                    "worker", "--config", str(self.place / "stockade.toml"),
+                    *self.before,
+                    *STOCKADE,
+                    "worker",
+                    "--config",
+                    str(self.place / "stockade.toml"),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
