@@ -174,6 +174,8 @@ async def accept_over_http(directory: Path, seconds: float) -> dict[str, Any]:
         max_concurrency = 1
         log_level = "error"
         drain_timeout = "100ms"
+        [profile]
+        name = "process"
         [http]
         listen = "127.0.0.1:{port}"
         """

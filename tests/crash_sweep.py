@@ -554,7 +554,7 @@ def sweeping() -> Iterator[Sweep]:
         worker = WorkerProcess(
             scheduler.url,
             worker="pool_min = 1\npool_max = 1",
-            http='heartbeat_interval = "60s"',
+            lines='heartbeat_interval = "60s"',
             extra='[report]\nretry_min = "50ms"\nretry_max = "200ms"',
         )
         try:

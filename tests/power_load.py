@@ -61,6 +61,8 @@ def start_worker() -> None:
         [http]
         listen = "127.0.0.1:18081"
         scheduler = "http://127.0.0.1:{SCHEDULER_PORT}"
+        [profile]
+        name = "process"
         [report]
         retry_min = "50ms"
         retry_max = "500ms"

@@ -82,7 +82,7 @@ def test_damaged_journal_is_set_aside_and_said_and_the_worker_goes_on(
 @pytest.fixture
 def worker_on_a_mount(scheduler: RecordingScheduler) -> Iterator[WorkerProcess]:
     """A worker whose state_dir is a file system of its own."""
-    worker = WorkerProcess(scheduler.url, http='heartbeat_interval = "100ms"')
+    worker = WorkerProcess(scheduler.url, lines='heartbeat_interval = "100ms"')
     state = worker.place / "state"
     state.mkdir(0o711)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=0711", "none", state], check=True)

@@ -59,7 +59,7 @@ def two(
 ) -> WorkerProcess:
     """A worker of both, whose own scheduler is the first."""
     http = f'{HEARTBEAT}\nallow_schedulers = ["{other.url}"]'
-    return make_worker(http=http, extra=REPORT)
+    return make_worker(lines=http, extra=REPORT)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_fault_that_passes_delays_reports_and_nothing_else(
 def test_refusal_for_ever_becomes_a_dead_letter_which_can_be_resent(
     scheduler: RecordingScheduler, make_worker: MakeWorker, status: int
 ) -> None:
-    worker = make_worker(http=HEARTBEAT, extra=REPORT)
+    worker = make_worker(lines=HEARTBEAT, extra=REPORT)
     scheduler.misbehave(Answer(status), path=REPORT_PATH)
     begun_at = time.monotonic()
     for name in ("a", "b"):
@@ -152,7 +152,7 @@ def test_refusal_for_ever_becomes_a_dead_letter_which_can_be_resent(
 
 
 def test_conflict_is_the_end_of_it(scheduler: RecordingScheduler, make_worker: MakeWorker) -> None:
-    worker = make_worker(http=HEARTBEAT, extra=REPORT)
+    worker = make_worker(lines=HEARTBEAT, extra=REPORT)
     begun_at = time.monotonic()
     scheduler.misbehave(Answer(409), path=REPORT_PATH)
     scheduler.dispatch(worker.url, schedule_instance_id="t", payload="true")
@@ -165,7 +165,7 @@ def test_conflict_is_the_end_of_it(scheduler: RecordingScheduler, make_worker: M
 def test_success_whose_answer_was_lost_stays_success_when_the_repeat_conflicts(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
-    worker = make_worker(http=HEARTBEAT, extra=REPORT)
+    worker = make_worker(lines=HEARTBEAT, extra=REPORT)
 
     def is_end(message: Message) -> bool:
         return message.kind == "success"
@@ -189,7 +189,7 @@ def test_name_that_does_not_resolve_delays_reports_until_it_does(
     (place / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     worker = WorkerProcess(
         scheduler.url.replace("127.0.0.1", "scheduler.test"),
-        http=f'{HEARTBEAT}\nadvertise = "worker.test"',
+        lines=f'{HEARTBEAT}\nadvertise = "worker.test"',
         extra=REPORT,
     )
     mounts = " && ".join(
@@ -258,7 +258,7 @@ def test_clock_an_hour_off_moves_no_deadline_no_duplicate_check_and_no_report(
         ["gcc", "-shared", "-fPIC", "-o", place / "skew.so", place / "skew.c", "-ldl"], check=True
     )
     place.chmod(0o777)
-    worker = WorkerProcess(scheduler.url, http=HEARTBEAT, extra=REPORT)
+    worker = WorkerProcess(scheduler.url, lines=HEARTBEAT, extra=REPORT)
 
     def off_by(skew_s: int) -> None:
         worker.environment = {
