@@ -51,10 +51,7 @@ class Ground:
     @property
     def clone_flags(self) -> int:
         """CLONE_NEW* for the child."""
-        flags = self.confinement.namespaces
-        if self.confinement.has_own_files and self.template < 0:
-            flags |= clone.CLONE_NEWUSER | clone.CLONE_NEWNS
-        return flags
+        return self.confinement.clone_flags(from_template=self.template >= 0)
 
 
 def become_launcher(ground: Ground, table: Sequence[int], launcher_fd: int) -> NoReturn:

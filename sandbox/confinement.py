@@ -51,6 +51,12 @@ class Confinement:
         """Whether the task sees mounts of its own, its work directory at TASK_DIRECTORY."""
         return bool(self.system)
 
+    def clone_flags(self, *, from_template: bool) -> int:
+        """CLONE_NEW* for the slot's child; ``from_template``: it enters a namespace made before."""
+        if self.has_own_files and not from_template:
+            return self.namespaces | clone.CLONE_NEWUSER | clone.CLONE_NEWNS
+        return self.namespaces
+
 
 def confine(
     profile: Profile, view: View, limits: Limits, available: frozenset[Feature],

@@ -6,7 +6,8 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stockade.sandbox.launch_message import Flags, LaunchMessage, Users
+from stockade.sandbox.confinement import Confinement
+from stockade.sandbox.launch_message import NO_FLAGS, Flags, LaunchMessage, Users
 from stockade.sandbox.limits import Limits
 
 UMASK: Final = 0o022
@@ -44,6 +45,20 @@ def rlimits(
         if value is not None
         for lowest in (min(value, own_hard.get(kind, value)),)
     )
+
+
+def message_flags(confinement: Confinement, *, has_cgroup: bool, has_stdio: bool) -> Flags:
+    """The message's flags: what of the slot the launcher is to use."""
+    found = NO_FLAGS
+    if has_cgroup:
+        found |= Flags.CGROUP
+        if confinement.cgroup_namespace:
+            found |= Flags.CGROUP_NAMESPACE
+    if has_stdio:
+        found |= Flags.STDIO
+    if confinement.grants is not None:
+        found |= Flags.LANDLOCK
+    return found
 
 
 def environment(base: Sequence[bytes], work_directory: str) -> tuple[bytes, ...]:

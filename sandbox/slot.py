@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import errno
 import os
 import socket
@@ -32,6 +33,17 @@ from stockade.sandbox.work_directory import (
     unmount_work_directory,
     wants_quota,
 )
+
+
+class Making(enum.StrEnum):
+    """What the spawner does for a slot, in the order it is done; an error names the step."""
+
+    PLACE = "make a work directory"
+    UID = "give the task a uid"
+    WORK = "open the work directory"
+    CGROUP = "make a cgroup"
+    OUTPUT = "make an output pipe"
+    LAUNCHER = "start a launcher"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -110,17 +122,17 @@ class SlotMaker:
             SandboxSetupError: naming the step; everything made for it is taken back.
         """
         confinement = self._confiner.plan(profile, limits)
-        step = "make a work directory"
+        step = Making.PLACE
         try:
             with contextlib.ExitStack() as undo:
                 name = self._new_directory()
                 undo.callback(os.rmdir, name, dir_fd=self._places.work)
                 uid = lock = None
                 if self._uids is not None:
-                    step = "give the task a uid"
+                    step = Making.UID
                     uid, lock = self._uids.take()
                     undo.callback(self._uids.give_back_unused, uid, lock)
-                step = "open the work directory"
+                step = Making.WORK
                 path = self._places.work_directory(name)
                 if wants_quota(limits):
                     undo.callback(unmount_work_directory, path)
@@ -132,17 +144,17 @@ class SlotMaker:
 
                 groups = None
                 if self._tree is not None:
-                    step = "make a cgroup"
+                    step = Making.CGROUP
                     groups = self._tree.slot(name)
                     undo.callback(groups.remove)
                     groups.create(self._tree.controllers, limits)
 
-                step = "make an output pipe"
+                step = Making.OUTPUT
                 read_end, write_end = self._output(name, uid)
                 undo.callback(os.unlink, name, dir_fd=self._places.output)
                 undo.callback(os.close, read_end)
 
-                step = "start a launcher"
+                step = Making.LAUNCHER
                 with _closing(write_end):
                     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     undo.callback(ours.close)

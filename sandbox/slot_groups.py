@@ -13,7 +13,7 @@ from stockade.platform.cgroup import Group
 from stockade.platform.cgroup_files import IoMax
 from stockade.platform.errors import SyscallError
 from stockade.sandbox.ceiling import Ceiling, cpu_max
-from stockade.sandbox.limits import Limits
+from stockade.sandbox.limits import Ceilings, Limits
 
 log = logging.getLogger(__name__)
 
@@ -165,3 +165,37 @@ _WRITERS: Final[dict[str, tuple[str, Callable[[SlotGroups, Any], None]]]] = {
     ),
     "io_weight": ("io", SlotGroups._set_io_weight),
 }
+
+
+def planned(
+    path: Path, controllers: frozenset[str], limits: Limits, *, disk: str | None
+) -> tuple[str, ...]:
+    """What ``SlotGroups(path).create`` does, one line each; pure: nothing is touched."""
+    lines: list[str] = []
+    nothing = Ceiling(Group(path.parent), Ceilings(), frozenset())
+    groups = SlotGroups(path, nothing, disk=disk, counts_peak=False)
+    for name, group in (("slot", groups.slot), ("init", groups.init), ("task", groups.task)):
+        setattr(groups, name, _PlannedGroup(group.path, path.parent, lines))
+    groups.create(controllers, limits)
+    return tuple(lines)
+
+
+class _PlannedGroup(Group):
+    """A group that writes down what is asked of it, and does none of it."""
+
+    def __init__(self, path: bytes, shown_from: Path, lines: list[str]) -> None:
+        super().__init__(path)
+        self._shown_from = shown_from
+        self._lines = lines
+
+    def create(self) -> None:
+        self._lines.append(f"mkdir {self._shown(b'')}")
+
+    def get_property(self, filename: bytes) -> str | None:  # noqa: ARG002 -- each is there
+        return f"default {DEFAULT_WEIGHT}"
+
+    def set_property(self, filename: bytes, value: Any) -> None:
+        self._lines.append(f"{self._shown(filename)} = {value}")
+
+    def _shown(self, filename: bytes) -> str:
+        return os.path.relpath(os.fsdecode(self.filepath(filename)), self._shown_from)

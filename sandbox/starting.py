@@ -13,7 +13,6 @@ from stockade.platform import memfd, prctl, proc
 from stockade.sandbox import plan, slot
 from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.errors import ProtocolError
-from stockade.sandbox.launch_message import Flags
 from stockade.sandbox.places import Places
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.protocol import Start
@@ -79,7 +78,7 @@ class Starter:
         self._confiner = confiner
         self._launcher_uid = uids.launcher_uid if uids is not None else 0
         self._controllers = controllers
-        self._own_hard = _own_hard_limits()
+        self._own_hard = own_hard_limits()
 
     def hand_over(self, made: Slot, start: Start, request: Request, record_fd: int) -> None:
         """Prepares the slot for this very task and lets its launcher go.
@@ -90,15 +89,6 @@ class Starter:
         """
         slot.put_files(made, request.files)
         assert made.confinement is not None
-        flags = Flags(0)
-        if made.groups is not None:
-            flags |= Flags.CGROUP
-        if request.stdio:
-            flags |= Flags.STDIO
-        if made.confinement.grants is not None:
-            flags |= Flags.LANDLOCK
-        if made.confinement.cgroup_namespace and made.groups is not None:
-            flags |= Flags.CGROUP_NAMESPACE
         own_files = made.confinement.has_own_files
         message = plan.launch_message(
             argv=request.argv,
@@ -110,12 +100,16 @@ class Starter:
             rlimits=plan.rlimits(
                 start.limits, self._controllers,
                 own_hard=self._own_hard,
-                threads_of_user=0 if made.uid is not None else _threads_of(os.geteuid()),
+                threads_of_user=0 if made.uid is not None else threads_of(os.geteuid()),
             ),
             uid=None if request.own_user else made.uid,
             launcher_uid=self._launcher_uid,
             filter_program=self._confiner.filter_of(Profile(start.profile)),
-            flags=flags,
+            flags=plan.message_flags(
+                made.confinement,
+                has_cgroup=made.groups is not None,
+                has_stdio=bool(request.stdio),
+            ),
         )  # fmt: skip
         if made.uid is not None and not request.own_user:
             _give_pipes(request.stdio, made.uid)
@@ -129,7 +123,7 @@ def _give_pipes(stdio: Sequence[int], uid: int) -> None:
             os.fchown(fd, uid, uid)
 
 
-def _own_hard_limits() -> dict[int, int]:
+def own_hard_limits() -> dict[int, int]:
     """Hard limits that we may not raise for a task; in containers often root may not either."""
     if "CAP_SYS_RESOURCE" in prctl.effective_capabilities():
         return {}
@@ -140,7 +134,8 @@ def _own_hard_limits() -> dict[int, int]:
     return {kind: hard for kind, hard in found.items() if hard != resource.RLIM_INFINITY}
 
 
-def _threads_of(uid: int) -> int:
+def threads_of(uid: int) -> int:
+    """How many threads run as the uid now, which RLIMIT_NPROC counts."""
     found = 0
     for pid in proc.processes_of_uid(uid):
         with contextlib.suppress(OSError):

@@ -50,6 +50,11 @@ def safe_name(text: str) -> str:
     return plain
 
 
+def slot_path(tree: Path, name: str) -> Path:
+    """Where in a worker's tree the groups of the slot called ``name`` are."""
+    return tree / "tasks" / name
+
+
 def root_around_us(worker_id: str) -> Path | None:
     """The worker's own group, when this process was started in it or below."""
     mount = cgroup.find_mount()
@@ -200,7 +205,7 @@ class Tree:
     def slot(self, name: str) -> SlotGroups:
         """The groups of the slot called ``name``, made or not."""
         return SlotGroups(
-            self.path / "tasks" / name, self._ceiling,
+            slot_path(self.path, name), self._ceiling,
             disk=self._disk, counts_peak=self._counts_peak,
         )  # fmt: skip
 

@@ -41,6 +41,14 @@ def wants_quota(limits: Limits) -> bool:
     return limits.workdir_max is not None or limits.workdir_inodes_max is not None
 
 
+def quota_options(limits: Limits, uid: int | None) -> dict[str, str | None]:
+    """Options of the tmpfs that a limited work directory is; ``uid``: whose it is."""
+    size = temporary_bytes(limits) if limits.workdir_max is None else limits.workdir_max
+    # The directory itself is one.
+    inodes = None if limits.workdir_inodes_max is None else limits.workdir_inodes_max + 1
+    return tmpfs_options(size, inodes, 0o700, uid or 0)
+
+
 def fits_in_memory(limits: Limits) -> bool:
     """Whether a work directory of this size may be a tmpfs: it counts as the task's memory."""
     most = temporary_bytes(limits)
@@ -90,14 +98,7 @@ def open_work_directory(
     with contextlib.ExitStack() as undo:
         undo.callback(work.close)
         if wants_quota(limits):
-            size = limits.workdir_max
-            options = tmpfs_options(
-                temporary_bytes(limits) if size is None else size,
-                # The directory itself is one.
-                None if limits.workdir_inodes_max is None else limits.workdir_inodes_max + 1,
-                0o700, uid or 0,
-            )  # fmt: skip
-            tmpfs = mounts.new_file_system("tmpfs", options, _ATTRIBUTES)
+            tmpfs = mounts.new_file_system("tmpfs", quota_options(limits, uid), _ATTRIBUTES)
             os.close(work.fd)
             work.fd = tmpfs
             if detached:

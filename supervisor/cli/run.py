@@ -88,6 +88,9 @@ def _run(
     as_json: Annotated[
         bool, typer.Option("--json", help="The outcome as JSON on stderr's last line.")
     ] = False,
+    show_plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would be done, step by step; run nothing.")
+    ] = False,
     **limits: str | None,
 ) -> None:
     """Run one command in a sandbox; its output streams through.
@@ -109,13 +112,19 @@ def _run(
         inaccessible_paths=_absolute(inaccessible_paths),
         private_network=private_network,
     )
-    missing = capabilities.missing(
-        confined, in_force, capabilities.probe(tempfile.gettempdir()), view
-    )
-    if missing and on_unsupported != "degrade":
-        raise UnsupportedError(missing[0].feature, f"{missing[0].why}; {missing[0].mend}")
+    host = capabilities.probe(tempfile.gettempdir())
+    missing = capabilities.missing(confined, in_force, host, view)
     for note in notes:
         print(f"stockade: {note}", file=sys.stderr)
+    if show_plan:
+        from stockade.supervisor.cli.run_plan import print_plan
+
+        first = _find_program(command[0], plan.environment["PATH"]) or command[0]
+        plan = ProcessPlan((first, *command[1:]), plan.environment, {}, plan.directory)
+        print_plan(plan, in_force, confined, view, host, as_json=as_json)
+        return
+    if missing and on_unsupported != "degrade":
+        raise UnsupportedError(missing[0].feature, f"{missing[0].why}; {missing[0].mend}")
     if missing:
         features = ", ".join(entry.feature for entry in missing)
         print(f"stockade: not fully enforced on this host: {features}", file=sys.stderr)

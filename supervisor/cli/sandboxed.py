@@ -14,7 +14,7 @@ import select
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,11 +45,12 @@ from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.start import start_spawner
 from stockade.supervisor.cli.streams import Streams
 from stockade.supervisor.errors import SpawnerLostError
-from stockade.supervisor.process_plan import ProcessPlan, pack_start
+from stockade.supervisor.process_plan import PackedStart, ProcessPlan, pack_start
 
 SEQ: Final = 1
 UID_MIN: Final = 0x70000000
 UID_MAX: Final = UID_MIN + 65_535
+RUN_PREFIX: Final = "stockade-run-"
 HANDSHAKE_S: Final = 30.0
 # The spawner's clean-up of a work directory, which may be large.
 SPAWNER_EXIT_S: Final = 60.0
@@ -82,35 +83,11 @@ def run_sandboxed(
         StockadeError: the sandbox could not be set up, or was lost.
     """
     packed = pack_start(SEQ, plan, limits, profile, own_stdio=True)
-    with _temporary_directory() as directory:
-        settings = SpawnerSettings(
-            worker_id=f"run-{os.getpid()}",
-            runtime_dir=str(directory),
-            state_dir=str(directory),
-            supervisor_uid=os.geteuid(),
-            supervisor_gid=os.getegid(),
-            uid_min=UID_MIN,
-            uid_max=UID_MAX,
-            profile=profile,
-            view=view,
-            lifetime=Lifetime.EPHEMERAL,
-        )
-        with _quiet_children():
-            started = start_spawner(settings)
-        spawner = _Spawner(sockets.connect_seqpacket(started.socket_path))
-        try:
-            with Streams(output_max) as streams:
-                descriptors = packed.open_descriptors()
-                try:
-                    spawner.send(packed.message, [*descriptors, *streams.for_task()])
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
-                    streams.close_for_task()
-                with _signals_cancel(spawner) as received:
-                    outcome = _follow(spawner, streams)
-        finally:
-            spawner.close()
+    with own_spawner(profile, view) as spawner, Streams(output_max) as streams:
+        spawner.start(packed, streams.for_task())
+        streams.close_for_task()
+        with _signals_cancel(spawner) as received:
+            outcome = _follow(spawner, streams)
     outcome = dataclasses.replace(
         outcome, output_bytes=streams.copied_bytes, output_truncated=streams.cut
     )
@@ -120,10 +97,44 @@ def run_sandboxed(
     return outcome
 
 
-class _Spawner:
-    """The connection to a spawner that is ours alone."""
+def settings_of(directory: str, profile: Profile, view: View) -> SpawnerSettings:
+    """What a spawner of our own is told; ``directory``: all that it makes is in there."""
+    return SpawnerSettings(
+        worker_id=f"run-{os.getpid()}",
+        runtime_dir=directory,
+        state_dir=directory,
+        supervisor_uid=os.geteuid(),
+        supervisor_gid=os.getegid(),
+        uid_min=UID_MIN,
+        uid_max=UID_MAX,
+        profile=profile,
+        view=view,
+        lifetime=Lifetime.EPHEMERAL,
+    )
 
-    def __init__(self, sock: socket.socket) -> None:
+
+@contextlib.contextmanager
+def own_spawner(profile: Profile, view: View) -> Iterator[OwnSpawner]:
+    """A spawner that ends with the context, and of which nothing is left then.
+
+    Raises:
+        StockadeError: it could not be started.
+    """
+    with _temporary_directory() as directory:
+        with _quiet_children():
+            started = start_spawner(settings_of(str(directory), profile, view))
+        spawner = OwnSpawner(sockets.connect_seqpacket(started.socket_path), directory)
+        try:
+            yield spawner
+        finally:
+            spawner.close()
+
+
+class OwnSpawner:
+    """The connection to a spawner that is ours alone, and the directory of all that it makes."""
+
+    def __init__(self, sock: socket.socket, directory: Path) -> None:
+        self.directory = directory
         self._sock = sock
         sock.settimeout(HANDSHAKE_S)
         version = importlib.metadata.version("stockade")
@@ -139,6 +150,15 @@ class _Spawner:
 
     def send(self, message: Message, descriptors: list[int] | None = None) -> None:
         sockets.send_packet(self._sock, encode(message), descriptors or ())
+
+    def start(self, packed: PackedStart, stdio: Sequence[int]) -> None:
+        """Asks for a task; the descriptors stay the caller's to close."""
+        descriptors = packed.open_descriptors()
+        try:
+            self.send(packed.message, [*descriptors, *stdio])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def receive(self) -> Message:
         packet, descriptors = sockets.receive_packet(self._sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
@@ -162,7 +182,7 @@ class _Spawner:
         os.close(self._pidfd)
 
 
-def _follow(spawner: _Spawner, streams: Streams) -> Outcome:
+def _follow(spawner: OwnSpawner, streams: Streams) -> Outcome:
     poll = select.poll()
     poll.register(spawner, select.POLLIN)
     watched = set(streams.copies)
@@ -186,7 +206,7 @@ def _follow(spawner: _Spawner, streams: Streams) -> Outcome:
 
 
 @contextlib.contextmanager
-def _signals_cancel(spawner: _Spawner) -> Iterator[list[int]]:
+def _signals_cancel(spawner: OwnSpawner) -> Iterator[list[int]]:
     """The signals that came. The first asks for the end, the second does not wait for it."""
     received: list[int] = []
 
@@ -226,7 +246,7 @@ def _quiet_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="stockade-run-"))
+    path = Path(tempfile.mkdtemp(prefix=RUN_PREFIX))
     # As root, tasks are other users and have to get through to their work directories.
     path.chmod(0o711 if os.geteuid() == 0 else 0o700)
     try:
