@@ -171,6 +171,10 @@ class OwnSpawner:
             raise SpawnerLostError(f"the spawner refused: {message.reason}")
         return message
 
+    def is_readable(self) -> bool:
+        """Whether a message is there."""
+        return bool(select.select([self._sock], [], [], 0)[0])
+
     def close(self) -> None:
         """Let it go and wait until it has gone, so that nothing of it is left when we end."""
         with contextlib.suppress(OSError):
