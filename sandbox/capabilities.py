@@ -247,6 +247,13 @@ def _lacks(host: HostCapabilities, name: str, controller: str) -> list[tuple[str
     return []
 
 
+def without_lost_quota(limits: Limits, host: HostCapabilities) -> Limits:
+    """The limits, but for a quota of the work directory that this host cannot hold."""
+    if wants_quota(limits) and _missing_quota(limits, host):
+        return dataclasses.replace(limits, workdir_max=None, workdir_inodes_max=None)
+    return limits
+
+
 def features(
     profile: Profile, limits: Limits, host: HostCapabilities, view: View = WHOLE_VIEW
 ) -> tuple[str, ...]:

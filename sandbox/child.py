@@ -67,7 +67,8 @@ def become_launcher(ground: Ground, table: Sequence[int], launcher_fd: int) -> N
         prepare(ground)
         table = list(table)
         if ground.confinement.grants is not None:
-            table[FD_RULESET] = _ruleset(ground.confinement.grants)
+            with steps.named("make a Landlock ruleset"):
+                table[FD_RULESET] = _ruleset(ground.confinement.grants)
         parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, _PARKED) for fd in table]
         for target, fd in enumerate(parked):
             os.dup2(fd, target)
@@ -85,21 +86,24 @@ def prepare(ground: Ground) -> None:
     """Everything that the plan says, in the child.
 
     Raises:
-        SandboxSetupError: names the step, the call and its error.
-        OSError: the child cannot enter what it was given.
+        SandboxSetupError: names the step, the call, its error, and what mends it.
     """
     confinement = ground.confinement
     # The worker, and perhaps its unit (OOMScoreAdjust=), are protected; tasks are not.
-    proc.set_oom_score_adj(ground.oom_score_adj)
+    with steps.named("set oom_score_adj"):
+        proc.set_oom_score_adj(ground.oom_score_adj)
     os.umask(0)
     kept = {TASK_DIRECTORY: ground.work_mount}
     if confinement.has_own_files:
         if ground.template >= 0:
-            namespaces.enter(ground.template, clone.CLONE_NEWNS)
-            namespaces.unshare(clone.CLONE_NEWNS)
+            with steps.named("enter a copy of the mount namespace that the spawner keeps"):
+                namespaces.enter(ground.template, clone.CLONE_NEWNS)
+                namespaces.unshare(clone.CLONE_NEWNS)
         else:
-            userns.keep_own_ids(ground.uid, ground.gid)
-            kept[TASK_DIRECTORY] = mount_of(ground.work_path)
+            with steps.named("map its own user and group into the user namespace"):
+                userns.keep_own_ids(ground.uid, ground.gid)
+            with steps.named("keep the work directory"):
+                kept[TASK_DIRECTORY] = mount_of(ground.work_path)
             steps.run(confinement.system, kept)
     steps.run(confinement.slot, kept)
     if confinement.has_own_files:

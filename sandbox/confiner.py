@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stockade.sandbox import oom_score, seccomp_policy
+from stockade.sandbox import capabilities, oom_score, seccomp_policy
 from stockade.sandbox.capabilities import HostCapabilities
 from stockade.sandbox.child import Ground
 from stockade.sandbox.confinement import Confinement, confine
@@ -45,6 +45,10 @@ class Confiner:
                 profile, self._view, limits, self._host.available, self._resolv_conf
             )
         return self._plans[key]
+
+    def files(self, limits: Limits) -> Limits:
+        """The limits that a slot's files are made with: without a quota that cannot be held."""
+        return capabilities.without_lost_quota(limits, self._host)
 
     def ground(self, plan: Confinement, work: WorkDirectory, work_path: str) -> Ground:
         """Where the slot's child starts from.

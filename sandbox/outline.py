@@ -18,7 +18,7 @@ from typing import Final, Self
 
 from stockade.platform import clone
 from stockade.sandbox import plan, seccomp_policy, slot_groups, starting, tree
-from stockade.sandbox.capabilities import HostCapabilities
+from stockade.sandbox.capabilities import HostCapabilities, without_lost_quota
 from stockade.sandbox.confinement import Confinement, confine
 from stockade.sandbox.launch_message import (
     INSTRUCTION_BYTES,
@@ -132,7 +132,7 @@ def _spawner(
     details: dict[Making, tuple[str, ...] | None] = {
         Making.PLACE: (f"{place}, mode 0700",),
         Making.UID: (f"the next free one of {uids}, locked for this slot",) if host.root else None,
-        Making.WORK: (_work(wanted.limits, confinement, host, place),),
+        Making.WORK: (_work(without_lost_quota(wanted.limits, host), confinement, host, place),),
         Making.CGROUP: _groups(settings, wanted.limits, host),
         Making.OUTPUT: ("a FIFO; the task has streams of its own",) if wanted.own_stdio else (),
         Making.LAUNCHER: ("clone3" + ("" if not host.has_cgroup_kill else f" into {SLOT}/init"),),
@@ -171,7 +171,7 @@ def _child(confinement: Confinement, *, from_template: bool) -> Iterator[Planned
     if names:
         yield PlannedStep(Doer.CHILD, f"be born in new namespaces: {', '.join(names)}")
     yield PlannedStep(Doer.CHILD, "start a session")
-    yield PlannedStep(Doer.CHILD, "reset what the worker's unit may have set: oom_score_adj, umask")
+    yield PlannedStep(Doer.CHILD, "set oom_score_adj and umask, whatever the worker's are")
     if from_template:
         yield PlannedStep(Doer.CHILD, "enter a copy of the mount namespace that the spawner keeps")
     elif confinement.has_own_files:

@@ -122,6 +122,7 @@ class SlotMaker:
             SandboxSetupError: naming the step; everything made for it is taken back.
         """
         confinement = self._confiner.plan(profile, limits)
+        files_limits = self._confiner.files(limits)
         step = Making.PLACE
         try:
             with contextlib.ExitStack() as undo:
@@ -134,10 +135,10 @@ class SlotMaker:
                     undo.callback(self._uids.give_back_unused, uid, lock)
                 step = Making.WORK
                 path = self._places.work_directory(name)
-                if wants_quota(limits):
+                if wants_quota(files_limits):
                     undo.callback(unmount_work_directory, path)
                 work = open_work_directory(
-                    self._places.work, self._places.work_path, name, limits, uid,
+                    self._places.work, self._places.work_path, name, files_limits, uid,
                     detached=confinement.has_own_files and self._uids is not None,
                 )  # fmt: skip
                 undo.callback(work.close)
@@ -167,7 +168,7 @@ class SlotMaker:
                         pid, pidfd = self._clone(groups, ground, given)
                 undo.pop_all()
         except OSError as error:
-            raise SandboxSetupError(step, str(error)) from error
+            raise SandboxSetupError.refused(step, error) from error
         if work.mount >= 0:
             os.close(work.mount)
             work.mount = -1

@@ -324,6 +324,7 @@ class Spawner:
                 with self.containers.client(self.places, made, line, start) as (client, run):
                     self._starter.hand_over(made, client, run, record.fd)
         except (OSError, ValueError) as error:
+            task.hear_launcher()
             task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
         self._watch_memory()
 

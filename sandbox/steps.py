@@ -8,8 +8,9 @@ else is in, before anything of the task exists.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from stockade.sandbox.errors import SandboxSetupError
@@ -36,10 +37,21 @@ def run(steps: Iterable[Step], kept: Kept) -> None:
         SandboxSetupError: names the step that failed, the call and its error.
     """
     for step in steps:
-        try:
+        with named(str(step)):
             step.apply(kept)
-        except OSError as error:
-            raise SandboxSetupError(str(step), str(error)) from error
+
+
+@contextlib.contextmanager
+def named(step: str) -> Iterator[None]:
+    """What the kernel refuses in here is told as this step's failure.
+
+    Raises:
+        SandboxSetupError: names the step, the call, its error, and what mends it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SandboxSetupError.refused(step, error) from error
 
 
 def make_mount_point(path: str, *, is_directory: bool) -> None:

@@ -121,6 +121,10 @@ class Task:
             self._terminate_launcher()
         self._look_at_record()
 
+    def hear_launcher(self) -> None:
+        """Takes what the launcher has said so far, which may be why it is gone."""
+        self._on_channel(0)
+
     def _on_channel(self, _events: int) -> None:
         # A packet can be the task's last: then the channel is closed and gone.
         while (channel := self.slot.channel) is not None:
@@ -129,7 +133,8 @@ class Task:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                packet = b""
+                # It ended with our packet unread, and is told so once; what it said comes after.
+                continue
             if not packet:
                 # The launcher is gone or going; its exit is seen by launcher_exited.
                 self._loop.unwatch(channel.fileno())
@@ -224,6 +229,8 @@ class Task:
 
     def launcher_exited(self) -> None:
         """The launcher is gone. Its record says how the task ended; silence means it was killed."""
+        if self.phase is not Phase.OVER:
+            self.hear_launcher()
         if self.phase is Phase.OVER:
             # Seen by its group to be gone, and only now reaped; the record may be closed.
             return

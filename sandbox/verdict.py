@@ -9,19 +9,11 @@ import signal
 import time
 from typing import Final, NamedTuple, Self
 
+from stockade.sandbox.failed_step import failed_step
 from stockade.sandbox.limits import MIB, Ceilings, Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.profiles import Feature, Profile
 from stockade.sandbox.record import Cause, Record
-
-# What mends a step that failed, where there is something to say beyond the kernel's words.
-_STEP_HINTS: Final = {
-    "exec": "is the program there, executable, and of this machine's kind?",
-    "directory": "may the task's uid enter it?",
-    "clone": "the host or the worker's cgroup is out of processes, or out of memory",
-    "uid": "is the uid range allowed in this user namespace?",
-    "rlimit": "the worker's own hard limit is lower: raise it in the unit (LimitNOFILE=)",
-}
-
 
 # From this share of its periods on, throttling may be why a task did not end in time.
 _THROTTLED_SHARE: Final = 0.25
@@ -96,7 +88,12 @@ def judge(
     Says ``oom_killed`` on evidence only: memory.events of the task's own group, or the watchdog's
     cause. What cannot be known is ``worker_lost``, never guessed.
     """
-    status, code, reason = _verdict(record, accounts, limits, ceilings)
+    if record.failed is not None and record.cause is None:
+        is_confined = profile != Profile.PROCESS and Feature.NAMESPACES not in degraded
+        reason = failed_step(record.failed, is_confined=is_confined)
+        status, code = Status.FAILED, ErrorCode.SPAWN_FAILED
+    else:
+        status, code, reason = _verdict(record, accounts, limits, ceilings)
     if accounts.survivors:
         pids = ", ".join(map(str, accounts.survivors[:8]))
         reason = f"{reason}; could not be killed: {pids} still there".lstrip("; ")
@@ -136,8 +133,6 @@ def judge(
 def _verdict(
     record: Record, accounts: Accounts, limits: Limits, ceilings: Ceilings
 ) -> tuple[Status, ErrorCode, str]:
-    if record.failed is not None and record.cause is None:
-        return Status.FAILED, ErrorCode.SPAWN_FAILED, _failed_step(record)
     match record.cause:
         case Cause.TIMEOUT:
             text = record.cause_text + _throttling(accounts, limits)
@@ -243,14 +238,6 @@ def _victims(accounts: Accounts) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _failed_step(record: Record) -> str:
-    failed = record.failed
-    assert failed is not None
-    hint = _STEP_HINTS.get(failed.step)
-    text = f"cannot start the task: {failed.step}: {os.strerror(failed.errno)}"
-    return f"{text} ({hint})" if hint else text
 
 
 def _wait_status(record: Record) -> tuple[int | None, str | None]:

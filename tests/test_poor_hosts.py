@@ -188,6 +188,25 @@ def test_process_that_forks_and_setsids_for_ever_dies(host: PoorHost) -> None:
     assert not processes_that_name("41006")
 
 
+def test_quota_that_cannot_be_held_is_said_and_does_not_stop_the_command(host: PoorHost) -> None:
+    done, outcome = host.stockade("--workdir-max", "1M", "--", "sh", "-c", "echo x >f; cat f")
+    assert (done.returncode, done.stdout) == (0, "x\n"), done
+    assert ("workdir_max" in outcome["degraded"]) == (host.user is not None)
+
+
+def test_proof_tells_contained_from_not_enforced_and_fails_for_none(host: PoorHost) -> None:
+    done = host.run(f"{STOCKADE} doctor --prove --json")
+    assert done.returncode == 0, done
+    told = {entry["name"]: entry for entry in json.loads(done.stdout)["proof"]["tasks"]}
+    assert {"contained", "not enforced"} == {entry["verdict"] for entry in told.values()}
+    assert told["memory"]["verdict"] == "contained"
+    assert "watchdog" in told["memory"]["evidence"]
+    assert told["cpu"]["evidence"].startswith("cpu_quota: ")
+    # Held by namespaces, which a user has too; the quota takes root.
+    assert told["host-files"]["verdict"] == "contained"
+    assert (told["disk"]["verdict"] == "not enforced") == (host.user is not None)
+
+
 def test_worker_refuses_to_start_with_less_and_says_how_to_mend_it(host: PoorHost) -> None:
     done = host.run(
         f"{STOCKADE} worker --state-dir {host.place}/s --runtime-dir {host.place}/r "

@@ -148,4 +148,4 @@ def test_a_step_that_failed_never_ran() -> None:
         record, Accounts(), Moment(103.0, 1003.0), Limits(), profile="process", degraded=()
     )
     assert (found.error_code, found.wall_s) == (ErrorCode.SPAWN_FAILED, None)
-    assert "exec: No such file or directory" in found.reason
+    assert "exec: execve: ENOENT (No such file or directory)" in found.reason

@@ -204,7 +204,7 @@ print('end')
         "have root's uid, a capability, or a program that gives them",
         "[[ $(id -u) != 0 ]] || echo REACHED uid 0\n"
         "while read -r key value; do case $key in\n"
-        "  Cap*) ((16#$value == 0)) || echo REACHED $key $value;;\n"
+        "  Cap[IPEA]*) ((16#$value == 0)) || echo REACHED $key $value;;\n"
         "  NoNewPrivs:) ((value)) || echo REACHED setuid programs;;\n"
         "esac; done </proc/self/status\n"
         "cp /bin/bash b; chmod 4755 b\n"
