@@ -76,10 +76,7 @@ _MEND: Final[dict[tuple[Step, int], str]] = {
 # Where the task sees mounts of its own, the host's file may be there and still not be found.
 _MEND_CONFINED: Final = {
     (Step.DIRECTORY, errno.ENOENT): _SHOW,
-    (
-        Step.EXEC,
-        errno.ENOENT,
-    ): f"there is no such program, or not the interpreter that it names; {_SHOW}",
+    (Step.EXEC, errno.ENOENT): f"{_NO_PROGRAM}; {_SHOW}",
 }
 
 
