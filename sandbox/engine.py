@@ -42,6 +42,10 @@ _IMAGE: Final = re.compile(
     r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
     r"(?:@[A-Za-z][A-Za-z0-9]*(?:[-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,})?"
 )
+# Whoever reaches one of these is root.
+_ENGINES_OWN: Final = (
+    "/run/docker.sock", "/run/docker", "/run/containerd", "/run/podman", "/run/crio",
+)  # fmt: skip
 _IMAGE_CHARACTERS_MAX: Final = 512
 
 
@@ -105,7 +109,7 @@ class Engine:
             else (settings.program, "--host", host)
         )
         self._policy = engine_flags.Policy(
-            settings.flags, settings.volumes, (settings.socket, *hidden)
+            settings.flags, settings.volumes, (settings.socket, *_ENGINES_OWN, *hidden)
         )
 
     @property
@@ -184,7 +188,7 @@ class Engine:
 
     def stop(self, name: str, grace_s: float | None) -> list[str]:
         """SIGTERM, or the image's own signal, then SIGKILL after the grace, in whole seconds."""
-        grace = () if grace_s is None else (f"--time={max(1, round(grace_s))}",)
+        grace = () if grace_s is None else ("-t", str(max(1, round(grace_s))))
         return [*self._client, "container", "stop", *grace, name]
 
     def kill(self, name: str) -> list[str]:

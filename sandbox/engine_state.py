@@ -73,6 +73,11 @@ class ContainerState:
         """It ran and ended, for good."""
         return not self.lives and self.status in ("exited", "stopped", "dead")
 
+    @property
+    def may_be_oom(self) -> bool:
+        """It was killed by SIGKILL, and nothing says by whom."""
+        return self.is_over and self.exit_code == _KILLED and not self.oom_killed
+
     def not_applied(self, limits: Limits) -> tuple[str, ...]:
         """The limits that this container is not held by."""
         lacks = {

@@ -34,6 +34,8 @@ ENGINE_WAIT_S: Final = 60.0
 # A client that was killed may have left a request behind that still makes the container.
 _ABSENT_LOOKS: Final = 3
 _ALIVE_LOOKS: Final = 5
+# The engine hears of an OOM kill by another way than of the end, at times after it.
+_EVIDENCE_LOOKS: Final = 10
 
 
 class ContainerTask(Task):
@@ -65,6 +67,7 @@ class ContainerTask(Task):
         self._state: ContainerState | None = None
         self._note = ""
         self._absent_looks = 0
+        self._evidence_looks = 0
         self._silent_since: float | None = None
         self._ending_since: float | None = None
 
@@ -156,6 +159,9 @@ class ContainerTask(Task):
             self._follow()
         elif state.lives:
             self._end(self._engine.kill(self._name))
+        elif state.may_be_oom and not self._forced and self._evidence_looks < _EVIDENCE_LOOKS:
+            self._evidence_looks += 1
+            self._look_later(_LOOK_S)
         elif state.is_over or self._client_is_over():
             # One that is neither over nor alive was made and never started.
             self._state = self._state or state

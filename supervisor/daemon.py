@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from stockade.supervisor.planning import Planner
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.slots import SpawnerClient
 from stockade.supervisor.sweeper import sweep_for_ever
+from stockade.supervisor.task_end import LEFT_BEHIND
 from stockade.supervisor.task_types.built_in import built_in_types
 from stockade.supervisor.task_types.door import Door, close_types, make_types
 
@@ -79,10 +81,12 @@ class Daemon:
         if journal.damaged is not None:
             log.error("the journal was damaged and set aside", path=str(journal.damaged))
         try:
-            return await self._run(journal, listeners, control_socket)
+            status = await self._run(journal, listeners, control_socket)
         finally:
             await close_types(self._task_types)
             await journal.close()
+        _leave_what_does_not_stop(status)
+        return status
 
     async def _run(
         self,
@@ -294,6 +298,15 @@ def _background(stack: contextlib.AsyncExitStack, work: Any) -> asyncio.Task[Non
 
     stack.push_async_callback(end)
     return task
+
+
+def _leave_what_does_not_stop(status: int) -> None:
+    """Ends the process if the loop could not: a task type's coroutine ignores its cancellation."""
+    if any(task.get_name() == LEFT_BEHIND for task in asyncio.all_tasks()):
+        log.error("ending without a task type's code that does not stop")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def reap_children() -> None:

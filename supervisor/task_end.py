@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -18,6 +19,9 @@ from stockade.supervisor.planning import TaskTypeFaultError
 from stockade.supervisor.task_types.base import LoopPlan
 
 log = structlog.get_logger(__name__)
+
+LEFT_BEHIND: Final = "left behind"
+"""The name of a coroutine's task that does not stop, and so would keep its loop from ending."""
 
 
 async def run_in_loop(task: LiveTask, plan: LoopPlan, capture: Capture, limits: Limits) -> Outcome:
@@ -77,6 +81,7 @@ async def _supervised(task: LiveTask, plan: LoopPlan, output: _Output, limits: L
     work.cancel()
     await asyncio.wait({work}, timeout=limits.timeout_stop)
     if not work.done():
+        work.set_name(LEFT_BEHIND)
         log.error("a task's code ignores its cancellation", task_type=task.row.dispatch.task_type)
         reason += "; its code did not stop when asked and was left behind"
     # Whatever it still returns or raises changes nothing, and is no news to the loop.

@@ -216,7 +216,9 @@ class Podman(EngineLab):
     def _popen(self, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
         configuration = self.place / "containers.conf"
         # Podman's own default raises limits, which takes more than root in a container has.
-        configuration.write_text('[containers]\ndefault_ulimits = ["nproc=1000:1000"]\n')
+        configuration.write_text(
+            '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]\n'
+        )
         return super()._popen(command, CONTAINERS_CONF=str(configuration), **environment)
 
     def _client(self) -> list[str]:

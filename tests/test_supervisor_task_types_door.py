@@ -287,9 +287,9 @@ def test_run_that_ignores_its_cancel_is_left_behind(lab: ExecutorLab) -> None:
     async def body(life: Life) -> None:
         async def run(write: Any) -> Outcome:
             write(b"started")
-            for _ in range(3):
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(60)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(60)
             return Outcome(Status.SUCCESS)
 
         life.types["runs"] = Runs(run)
@@ -361,6 +361,45 @@ def test_example_package_of_the_documentation_works_in_a_worker(
     assert reports["bad"]["reason"].startswith("the payload is not Python")
     assert (reports["c"]["status"], reports["c"]["error_message"]) == ("success", "1\n")
     assert reports["soon"]["error_code"] == "invalid_request"
+
+
+def test_worker_stops_although_a_types_code_does_not(
+    tmp_path: Path, scheduler: RecordingScheduler
+) -> None:
+    info = tmp_path / "deaf-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deaf\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\ndeaf = stockade_deaf:Deaf\n")
+    (tmp_path / "stockade_deaf.py").write_text(DEAF)
+    worker = WorkerProcess(scheduler.url, environment={"PYTHONPATH": str(tmp_path)})
+    try:
+        worker.start()
+        scheduler.dispatch(
+            worker.url, schedule_instance_id="t", task_type="deaf", payload="",
+            limits={"runtime_max": "200ms", "timeout_stop": "100ms"},
+        )  # fmt: skip
+        assert scheduler.terminal_report("t", DEADLINE_S)["status"] == "timeout"
+        assert worker.stop() == 0
+    finally:
+        worker.close()
+
+
+DEAF = """
+import asyncio
+from stockade.supervisor.task_types.base import LoopPlan, TaskType
+
+class Deaf(TaskType):
+    name = "deaf"
+
+    def plan(self, dispatch):
+        async def run(write):
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    pass
+        return LoopPlan(run)
+"""
 
 
 def test_type_that_cannot_be_loaded_is_reported_with_the_reason(

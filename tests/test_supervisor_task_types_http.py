@@ -643,3 +643,23 @@ def test_cancelled_requests_leave_no_descriptor() -> None:
 
     before, after = asyncio.run(main())
     assert after <= before
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "POST"])
+def test_request_is_made_once_even_if_the_server_hangs_up(method: str) -> None:
+    async def main() -> tuple[int, Outcome]:
+        asked = 0
+
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            await reader.readuntil(b"\r\n\r\n")
+            asked += 1
+
+        async with raw_server(hang_up) as port:
+            wish = HttpRequest(method=method)
+            outcome, _ = await outcome_of(http_task(), f"http://127.0.0.1:{port}/", http=wish)
+        return asked, outcome
+
+    asked, outcome = asyncio.run(main())
+    assert "closed the connection without an answer" in outcome.reason
+    assert asked == 1

@@ -122,6 +122,9 @@ class HttpTask(TaskType):
             max_line_size=HEADER_BYTES_MAX, max_field_size=HEADER_BYTES_MAX,
             max_headers=RESPONSE_HEADERS_MAX,
         )  # fmt: skip
+        # Or a GET whose answer is lost would be sent again: whether to try again is the scheduler's
+        # to say. aiohttp has no public switch.
+        session._retry_connection = False
         try:
             async with session, session.request(
                 request.method, request.url, headers=request.headers, data=request.body,
