@@ -191,7 +191,7 @@ def test_process_that_forks_and_setsids_for_ever_dies(host: PoorHost) -> None:
 def test_quota_that_cannot_be_held_is_said_and_does_not_stop_the_command(host: PoorHost) -> None:
     done, outcome = host.stockade("--workdir-max", "1M", "--", "sh", "-c", "echo x >f; cat f")
     assert (done.returncode, done.stdout) == (0, "x\n"), done
-    assert ("workdir_max" in outcome["degraded"]) == (host.user is not None)
+    assert ("workdir_max" in outcome["degraded"]) == (host.user is not None or bool(host.drop))
 
 
 def test_proof_tells_contained_from_not_enforced_and_fails_for_none(host: PoorHost) -> None:
@@ -202,9 +202,11 @@ def test_proof_tells_contained_from_not_enforced_and_fails_for_none(host: PoorHo
     assert told["memory"]["verdict"] == "contained"
     assert "watchdog" in told["memory"]["evidence"]
     assert told["cpu"]["evidence"].startswith("cpu_quota: ")
-    # Held by namespaces, which a user has too; the quota takes root.
-    assert told["host-files"]["verdict"] == "contained"
-    assert (told["disk"]["verdict"] == "not enforced") == (host.user is not None)
+    # Held by namespaces, which a user has too; the quota takes root, and both take mounts.
+    lacks_mounts = bool(host.drop)
+    assert (told["host-files"]["verdict"] == "not enforced") == lacks_mounts
+    lacks_quota = lacks_mounts or host.user is not None
+    assert (told["disk"]["verdict"] == "not enforced") == lacks_quota
 
 
 def test_worker_refuses_to_start_with_less_and_says_how_to_mend_it(host: PoorHost) -> None:
