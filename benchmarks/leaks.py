@@ -5,8 +5,9 @@
 A line for every twentieth part: memory (proportional set) and descriptors of the supervisor, the
 spawner and the standby, the groups below the worker's and those that are dying in the whole
 hierarchy (cgroup.stat), the kernel's slab, and the p50 of a task beside that of ``bash -lc true``
-alone, interleaved. Ends with status 1 when the second half shows growth that the first tenth, which
-is for warming up, does not explain; see Bounds.
+alone, interleaved. Ends with status 1 when something grows beyond its bound in the second half; the
+first is for warming up: allocators, SQLite's cache, and the duplicate check, which remembers five
+minutes. The slab is the whole host's, so it means something on a host that does nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAIRS: Final = 15
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """How much each figure may be larger at the end than after the first tenth."""
+    """How much each figure may be larger at the end than in the middle."""
 
     memory_bytes: int = 4 << 20
     descriptors: int = 16
@@ -132,7 +133,7 @@ def line(one: Look) -> str:
 
 def growth(looks: list[Look], bounds: Bounds) -> list[str]:
     """What grew beyond its bound between the warm worker and the end."""
-    warm, end = looks[PARTS // 10 - 1], looks[-1]
+    warm, end = looks[PARTS // 2 - 1], looks[-1]
     found = []
     for name, bound in (
         ("supervisor_bytes", bounds.memory_bytes),
