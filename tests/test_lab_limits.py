@@ -275,9 +275,9 @@ def test_accounts_add_up(client: SpawnerClient) -> None:
 python3 -c 'x = bytearray(30 << 20)'
 dd if=/dev/zero of=f bs=1M count=8 oflag=direct 2>/dev/null
 dd if=f of=/dev/null bs=1M iflag=direct 2>/dev/null; rm f
-i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done
+i=0; while [ $i -lt 3000 ]; do i=$((i+1)); done
 for i in 1 2 3; do sleep 0.2 & done; wait"""
-    outcome, _ = client.run(1, script, Limits(cpu_quota=0.5, runtime_max=300))
+    outcome, _ = client.run(1, script, Limits(cpu_quota=1.5, runtime_max=300))
     assert outcome.status is Status.SUCCESS
     assert outcome.cpu_user_s
     assert outcome.cpu_system_s is not None
