@@ -116,12 +116,15 @@ class Engine:
     def environment(self) -> dict[str, str]:
         """The client's, for every verb. Registry logins are those of the spawner's user."""
         home = pwd.getpwuid(os.geteuid()).pw_dir
-        return {
+        variables = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "LANG": "C.UTF-8",
             "HOME": home,
-            "DOCKER_CONFIG": os.path.join(home, ".docker"),
         }
+        if not self.settings.is_podman:
+            # In a slot HOME is the work directory. Podman takes a missing file here for an error.
+            variables["DOCKER_CONFIG"] = os.path.join(home, ".docker")
+        return variables
 
     def run(
         self, *, seq: int, instance_id: str, image: str, words: Sequence[bytes],
@@ -206,6 +209,16 @@ class Engine:
         ]  # fmt: skip
 
 
+def _ulimit(name: str, kind: int, value: int) -> str:
+    """A flag with a limit that the engine may set: one in a container can raise none past its own.
+
+    The engine's own is not known; it is likely ours.
+    """
+    hard = resource.getrlimit(kind)[1]
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    return f"--ulimit={name}={most}:{most}"
+
+
 def _limit_flags(limits: Limits) -> list[str]:
     flags = []
     if limits.memory_max is not None:
@@ -226,10 +239,7 @@ def _limit_flags(limits: Limits) -> list[str]:
         ("fsize", resource.RLIMIT_FSIZE, limits.limit_fsize),
     ):
         if value is not None:
-            # An engine in a container can raise no limit past its own, which is likely ours.
-            hard = resource.getrlimit(kind)[1]
-            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            flags.append(f"--ulimit={name}={most}:{most}")
+            flags.append(_ulimit(name, kind, value))
     if limits.timeout_stop is not None:
         flags.append(f"--stop-timeout={max(1, round(limits.timeout_stop))}")
     return flags

@@ -12,6 +12,11 @@ from stockade.sandbox.verdict import format_bytes
 
 # docker run(1), podman-run(1): the engine's own statuses.
 ENGINE_STATUSES: Final = (125, 126, 127)
+_CLIENTS_OWN: Final = (
+    "cpu_s", "cpu_user_s", "cpu_system_s", "cpu_throttled_s", "memory_peak_bytes",
+    "memory_peak_source", "processes_peak", "io_read_bytes", "io_write_bytes", "stall_cpu_s",
+    "stall_memory_s", "stall_io_s",
+)  # fmt: skip
 _NEVER: Final = "0001-01-01"
 _KILLED: Final = 137
 # Limits that no engine's flag holds.
@@ -121,6 +126,7 @@ def container_outcome(
             reason = (
                 f"cannot run the container: the engine ended with {exit_code}; its output says why"
             )
+    unknown: dict[str, Any] = dict.fromkeys(_CLIENTS_OWN)
     return dataclasses.replace(
         by_client,
         status=status,
@@ -129,8 +135,7 @@ def container_outcome(
         exit_code=exit_code,
         signal=signal_name,
         # What was counted is the engine's client, which is not the task.
-        cpu_s=None, cpu_user_s=None, cpu_system_s=None, memory_peak_bytes=None,
-        processes_peak=None, io_read_bytes=None, io_write_bytes=None,
+        **unknown,
         degraded=state.not_applied(limits) if state is not None else (),
     )  # fmt: skip
 

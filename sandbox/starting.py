@@ -90,12 +90,14 @@ class Starter:
         slot.put_files(made, request.files)
         assert made.confinement is not None
         own_files = made.confinement.has_own_files
+        directory = TASK_DIRECTORY if own_files else self._places.work_directory(made.name)
+        if request.own_user:
+            # Without capabilities not even root may enter the work directory, which is another's.
+            directory = "/"
         message = plan.launch_message(
             argv=request.argv,
             base_environment=request.environment,
-            work_directory=(
-                TASK_DIRECTORY if own_files else self._places.work_directory(made.name)
-            ),
+            work_directory=directory,
             directory=start.directory,
             rlimits=plan.rlimits(
                 start.limits, self._controllers,

@@ -43,6 +43,11 @@ class EngineLab(abc.ABC):
         self._log = self.place / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def client_program(self) -> str:
+        """What a worker is told to call."""
+        return self.program
+
     @classmethod
     def why_not(cls) -> str:
         """Why it cannot be run here; empty when it is worth a try."""
@@ -223,3 +228,16 @@ class Podman(EngineLab):
 
     def _client(self) -> list[str]:
         return ["podman", "--remote", "--url", f"unix://{self.socket}"]
+
+    @property
+    def client_program(self) -> str:
+        # Podman raises nproc by itself, which takes more than root in a container has.
+        path = self.place / "bin" / "podman"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            '#!/bin/sh\nif [ "$4" = run ]; then\n  a=$1 b=$2 c=$3; shift 4\n'
+            '  exec /usr/bin/podman "$a" "$b" "$c" run --ulimit=nproc=1000:1000 "$@"\nfi\n'
+            'exec /usr/bin/podman "$@"\n'
+        )
+        path.chmod(0o755)
+        return str(path)

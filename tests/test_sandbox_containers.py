@@ -52,7 +52,7 @@ def start_worker(engine: EngineLab, make_worker: MakeWorker) -> MakeWorker:
     def start(container: str = "", **settings: Any) -> WorkerProcess:
         extra = f"""
             [task.container]
-            engine = "{engine.program}"
+            engine = "{engine.client_program}"
             socket = "{engine.socket}"
             network = "none"
             pull = "never"
@@ -506,9 +506,7 @@ def test_worker_without_an_engine_says_so(
 def test_engine_that_does_not_run_fails_its_tasks_alone(
     scheduler: RecordingScheduler, engine: EngineLab, make_worker: MakeWorker
 ) -> None:
-    extra = (
-        f'[task.container]\nengine = "{engine.program}"\nsocket = "{engine.place}/absent.sock"\n'
-    )
+    extra = f'[task.container]\nengine = "{engine.client_program}"\nsocket = "{engine.place}/absent.sock"\n'
     worker = make_worker(extra=extra)
     report = run(scheduler, worker, "t", "true")
     assert code(report) == ("failed", "spawn_failed", None)
