@@ -1,7 +1,8 @@
-"""Locks on single bytes of one file, held by an open file description (fcntl(2), F_OFD_SETLK).
+"""Locks on single bytes of one file: unlike flock(2) one file serves any number of them.
 
-Unlike flock(2) one file serves any number of locks and nothing is left to remove; unlike POSIX
-locks they stay with a descriptor that a child inherits. Linux 3.15.
+Two kinds, fcntl(2). Those of an open file description (F_OFD_SETLK, Linux 3.15) stay with every
+copy of a descriptor, a child's too. Those of a process (F_SETLK) end with it, no child has them,
+and others can ask whose they are; but closing *any* descriptor of the file gives all of them up.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ def lock_byte(fd: int, offset: int) -> bool:
     """
     with translated("fcntl", fd, "F_OFD_SETLK", offset):
         try:
-            fcntl.fcntl(
-                fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-            )
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, offset))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -46,5 +45,49 @@ def unlock_byte(fd: int, offset: int) -> None:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, offset))
 
 
-def _lock(kind: int, offset: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0)
+def lock_byte_as_process(fd: int, offset: int) -> bool:
+    """Locks one byte for this process; False when another process has it.
+
+    Raises:
+        SyscallError: for example EBADF, when fd is not open for writing.
+    """
+    with translated("fcntl", fd, "F_SETLK", offset):
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETLK, _lock(fcntl.F_WRLCK, offset))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+    return True
+
+
+def unlock_byte_as_process(fd: int, offset: int) -> None:
+    """Gives up this process's lock of the byte.
+
+    Raises:
+        SyscallError: for example EBADF.
+    """
+    with translated("fcntl", fd, "F_SETLK", offset):
+        fcntl.fcntl(fd, fcntl.F_SETLK, _lock(fcntl.F_UNLCK, offset))
+
+
+def processes_that_locked(fd: int, first: int) -> dict[int, int]:
+    """Which bytes from ``first`` on other processes have locked, one by one: offset to pid.
+
+    Raises:
+        SyscallError: for example EBADF.
+    """
+    found: dict[int, int] = {}
+    while True:
+        with translated("fcntl", fd, "F_GETLK", first):
+            # Length 0: up to the end of all offsets. The kernel tells one lock in the range.
+            answer = fcntl.fcntl(fd, fcntl.F_GETLK, _lock(fcntl.F_WRLCK, first, length=0))
+        kind, _, offset, _, pid = _FLOCK.unpack(answer)
+        if kind == fcntl.F_UNLCK:
+            return found
+        found[offset] = pid
+        first = offset + 1
+
+
+def _lock(kind: int, offset: int, *, length: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, offset, length, 0)

@@ -24,6 +24,9 @@ _WAITS: Final = {
     errno.ENOENT: _AT_ONCE,
     errno.ENODEV: _AT_ONCE,
     errno.EAGAIN: _PATIENT,
+    # Said for a launcher that was killed before it let the task go: whoever killed it can have
+    # killed others that wait.
+    errno.ESRCH: (0.0, 0.0, 0.05, 0.2),
 }
 
 

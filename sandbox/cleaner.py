@@ -35,27 +35,38 @@ class Cleaner:
     Args:
         watch_child: registers a callback for the end of a child of ours, by pid, with its wait
             status.
+        on_set_aside: called whenever ``set_aside`` has grown.
     """
 
     def __init__(
         self, loop: Loop, places: Places, uids: UidPool | None,
         watch_child: Callable[[int, Callable[[int], None]], None],
+        on_set_aside: Callable[[], None],
     ) -> None:  # fmt: skip
         self._loop = loop
         self._places = places
         self._uids = uids
         self._watch_child = watch_child
+        self._on_set_aside = on_set_aside
         self._waiting: collections.deque[_Job] = collections.deque()
         self._running = 0
-        self.pending = 0
+        self.busy: set[str] = set()
         self.set_aside: list[str] = []
 
     def clean(
         self, name: str, groups: SlotGroups | None, uid: int | None, uid_lock: int | None
     ) -> None:
         """Begins the clean-up of a slot of which nothing lives; returns at once."""
-        self.pending += 1
+        self.busy.add(name)
         self._remove_groups(_Job(name, groups, uid, uid_lock), _GROUP_TRIES)
+
+    def put_aside(self, name: str) -> None:
+        """A slot of which something is left for good: its uid is not used again, and it is shown.
+
+        The next spawner tries to clean it up anew.
+        """
+        self.set_aside.append(name)
+        self._on_set_aside()
 
     def _remove_groups(self, job: _Job, tries: int) -> None:
         if job.groups is not None:
@@ -125,14 +136,14 @@ class Cleaner:
         self._start_children()
 
     def _done(self, job: _Job) -> None:
-        self.pending -= 1
+        self.busy.discard(job.name)
         if job.uid is not None and self._uids is not None:
             self._uids.give_back(job.uid, job.uid_lock)
 
     def _give_up(self, job: _Job, why: str) -> None:
-        self.pending -= 1
-        self.set_aside.append(job.name)
+        self.busy.discard(job.name)
         log.error("cannot clean up slot %s: %s; it is set aside", job.name, why)
+        self.put_aside(job.name)
 
 
 @dataclasses.dataclass(slots=True)

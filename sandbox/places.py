@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import secrets
 import stat
-from typing import Self
+from typing import Final, Self
 
-from stockade.platform import proc
+from stockade.platform import locks, proc
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.settings import SpawnerSettings
+
+_IN_CHARGE: Final = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Places:
         spawner: ``runtime_dir/spawner``: sockets.
         record: ``runtime_dir/spawner/record``: one record a task.
         output: ``runtime_dir/spawner/output``: one FIFO a slot.
+        locks: the file ``runtime_dir/spawner/lock``: byte 0 is locked by the spawner in charge,
+            byte N by the spawner of generation N, for as long as it lives.
         token: names this life of the record directory; see protocol.Welcome.
     """
 
@@ -33,6 +36,7 @@ class Places:
     spawner: int
     record: int
     output: int
+    locks: int
     token: str
 
     @classmethod
@@ -52,22 +56,26 @@ class Places:
         spawner = _directory(spawner_path, 0o711)
         record = _directory(os.path.join(spawner_path, "record"), 0o700)
         output = _directory(os.path.join(spawner_path, "output"), 0o700)
-        return cls(work_path, spawner_path, work, spawner, record, output, _token(spawner))
-
-    def lock(self) -> bool:
-        """Makes this process the one spawner in charge here; False when another one is.
-
-        A POSIX lock: it goes with the process, and children do not inherit it.
-        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open("lock", flags, 0o600, dir_fd=self.spawner)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(fd)
-            return False
-        # Never closed again: closing any descriptor of the file would give the lock up.
-        return True
+        # Never opened a second time: closing any descriptor of the file would give the locks up.
+        lock_fd = os.open("lock", flags, 0o600, dir_fd=spawner)
+        return cls(work_path, spawner_path, work, spawner, record, output, lock_fd, _token(spawner))
+
+    def take_charge(self) -> bool:
+        """Makes this process the one that starts tasks here; False when another one is."""
+        return locks.lock_byte_as_process(self.locks, _IN_CHARGE)
+
+    def give_up_charge(self) -> None:
+        """Lets another spawner take charge; this one's generation stays locked."""
+        locks.unlock_byte_as_process(self.locks, _IN_CHARGE)
+
+    def lock_generation(self, generation: int) -> bool:
+        """Says, for as long as this process lives, that this generation does."""
+        return locks.lock_byte_as_process(self.locks, generation)
+
+    def other_generations(self) -> dict[int, int]:
+        """The pids of the other spawners that live, by generation."""
+        return locks.processes_that_locked(self.locks, _IN_CHARGE + 1)
 
     def work_directory(self, slot: str) -> str:
         """The path of a slot's work directory."""

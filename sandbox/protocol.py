@@ -7,10 +7,13 @@ The supervisor speaks first: Hello, answered by Welcome or Refused. Then, in any
 
     supervisor -> spawner                     spawner -> supervisor
     Start (seq, descriptors)                  Prepared (descriptor), Started, Ended; or Ended alone
+                                              or Unstarted: nothing of it ran, send it again
     Cancel (seq)                              (nothing: Ended follows)
     Acknowledge (seq)                         (nothing: the record is removed)
     List (after)                              Listed (page of tasks, with output pipes)
     Finish ()                                 (nothing: the spawner ends when nothing is left)
+    Renew (tuning)                            Renewed
+                                              SetAside, after Welcome and when it grows
 
 One supervisor at a time: a second connection that says Hello replaces the first. Whatever the
 supervisor did not acknowledge is told again after the next Hello, on request by List.
@@ -58,25 +61,32 @@ class Welcome(_Fields):
     """The spawner's answer to Hello.
 
     Attributes:
+        code: fingerprint of the code that it runs; see installed.py.
+        tuning: what it was told to start with; see SpawnerSettings.
         generation: N of N.sock.
         token: names the record directory's life (boot id and a random part). A supervisor that
             journalled another token must take records that are absent for lost, not for unstarted.
         tasks: how many tasks List will tell.
         degraded: what this host cannot enforce, for every task.
+        elders: generations of spawners that still finish their own tasks, each at N.old. What they
+            have is not in this one's List: ask them, too, before taking a task for unknown.
     """
 
     type: ClassVar[str] = "welcome"
     version: int
-    software: str
+    code: str
+    tuning: str
     pid: int
     generation: int
     token: str
     tasks: int
     degraded: tuple[str, ...]
+    elders: tuple[int, ...]
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**{**fields, "degraded": tuple(fields["degraded"])})
+        lists = {name: tuple(fields[name]) for name in ("degraded", "elders")}
+        return cls(**{**fields, **lists})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,6 +193,14 @@ class Ended(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Unstarted(_Fields):
+    """The launcher was killed before it let the task go: nothing of it ran, and it is forgotten."""
+
+    type: ClassVar[str] = "unstarted"
+    seq: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Cancel(_Fields):
     """Terminate the task: SIGTERM, grace, kill. For a seq that is unknown or ended: nothing."""
 
@@ -208,7 +226,7 @@ class List(_Fields):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedTask:
-    """One task the spawner knows. ``outcome`` is None while it lives.
+    """One task the spawner knows. ``outcome`` is None while it lives, ``started_at`` 0 before that.
 
     ``has_output`` says that the message carries this task's output pipe, in the order of the list.
     """
@@ -254,6 +272,47 @@ class Finish(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Renew(_Fields):
+    """Have the installed code take over as a new spawner; this one only finishes its own tasks.
+
+    Serving goes on until Renewed says that it is done. Nothing is done by halves.
+    """
+
+    type: ClassVar[str] = "renew"
+    tuning: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Renewed(_Fields):
+    """The answer to Renew. A Start that comes after it is not run: connect anew.
+
+    Attributes:
+        error: why not, in which case all is as before; empty when the new spawner listens.
+    """
+
+    type: ClassVar[str] = "renewed"
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetAside(_Fields):
+    """Slots that cannot be used or cleaned up again: something in them could not be killed.
+
+    Attributes:
+        count: how many.
+        slots: the names of the first.
+    """
+
+    type: ClassVar[str] = "set_aside"
+    count: int
+    slots: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(count=fields["count"], slots=tuple(fields["slots"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Refused(_Fields):
     """The spawner cannot do what the last message asked; the connection is closed after it."""
 
@@ -268,19 +327,23 @@ Message = (
     | Prepared
     | Started
     | Ended
+    | Unstarted
     | Cancel
     | Acknowledge
     | List
     | Listed
     | Finish
+    | Renew
+    | Renewed
+    | SetAside
     | Refused
 )
 
 _TYPES: Final[dict[str, type[Message]]] = {
     message.type: message
     for message in (
-        Hello, Welcome, Start, Prepared, Started, Ended, Cancel, Acknowledge, List, Listed, Finish,
-        Refused,
+        Hello, Welcome, Start, Prepared, Started, Ended, Unstarted, Cancel, Acknowledge, List,
+        Listed, Finish, Renew, Renewed, SetAside, Refused,
     )
 }  # fmt: skip
 

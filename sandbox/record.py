@@ -9,6 +9,7 @@ line, each line a word and its fields:
     cause CAUSE TEXT                the spawner, before it terminates or kills: see Cause
     ended STATUS UTIME_US STIME_US MAXRSS_KB INBLOCK OUBLOCK MONOTONIC_NS UNIX_NS
     outcome JSON                    the spawner, when nothing of the task lives
+    owner N                         a later spawner that took the task over: its generation
 
 A record is removed when the supervisor has acknowledged the outcome.
 """
@@ -108,6 +109,28 @@ class Record:
     cause_text: str = ""
     ended: EndedLine | None = None
     outcome: Outcome | None = None
+    owner: int | None = None
+
+    @property
+    def generation(self) -> int | None:
+        """Of the spawner that has the task; None when its maker died before it said so."""
+        if self.owner is not None or self.slot is None:
+            return self.owner
+        return generation_of(self.slot.slot)
+
+    @property
+    def never_started(self) -> bool:
+        """Whether nothing was written of the task's start: then its program never ran."""
+        return (self.started, self.failed, self.cause, self.ended, self.outcome) == (None,) * 5
+
+
+def generation_of(slot: str) -> int:
+    """Of the spawner that made the slot called ``N-K``.
+
+    Raises:
+        ValueError: no spawner gives such a name.
+    """
+    return int(slot.partition("-")[0])
 
 
 def parse(content: bytes) -> Record:
@@ -142,6 +165,8 @@ def _take(record: Record, content: bytes) -> int:
                     record.cause = Cause(cause)
             case "ended":
                 record.ended = _ended(rest)
+            case "owner":
+                record.owner = int(rest)
             case "outcome":
                 record.outcome = Outcome.from_json(json.loads(rest))
             case _:
@@ -206,6 +231,9 @@ class RecordFile:
 
     def append_outcome(self, outcome: Outcome) -> None:
         self._append("outcome", json.dumps(outcome.to_json()))
+
+    def append_owner(self, generation: int) -> None:
+        self._append("owner", str(generation))
 
     def _append(self, word: str, rest: str) -> None:
         line = f"{word} {rest}\n".encode()

@@ -6,6 +6,8 @@ import contextlib
 import enum
 import logging
 import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from stockade.platform import pidfd, proc
@@ -13,7 +15,7 @@ from stockade.platform.errors import SyscallError
 from stockade.sandbox import slot
 from stockade.sandbox.engine_task import ContainerTask
 from stockade.sandbox.profiles import Profile
-from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord
+from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, generation_of
 from stockade.sandbox.slot import Slot
 from stockade.sandbox.task import Phase
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _SETTLE_LOOKS: Final = 100
 _SETTLE_LOOK_S: Final = 0.01
+_KILLED_S: Final = 2.0
 
 
 class Succession(enum.Enum):
@@ -39,28 +42,66 @@ class Succession(enum.Enum):
 
 
 def recover(spawner: Spawner, succession: Succession) -> None:
-    """Takes over, or ends, every task that has a record; then sweeps what belongs to none."""
+    """Takes over, or ends, every task of dead spawners; then sweeps what belongs to none.
+
+    What living elders have is theirs.
+    """
+    alive = frozenset(spawner.elders.generations)
+    _take_records(spawner, succession, lambda generation: generation not in alive)
+    _sweep(spawner, lambda generation: generation not in alive)
+    for name in os.listdir(spawner.places.spawner):
+        stem, _, kind = name.partition(".")
+        if kind in ("sock", "old") and stem.isdigit() and int(stem) not in alive:
+            os.unlink(name, dir_fd=spawner.places.spawner)
+    if spawner.tasks:
+        log.info("took over %d tasks from an earlier spawner", len(spawner.tasks))
+
+
+def inherit(spawner: Spawner, dead: int) -> None:
+    """Takes over what an elder had that died while it finished its tasks."""
+    before = len(spawner.tasks)
+    _take_records(spawner, Succession.STANDBY, lambda generation: generation == dead)
+    alive = {spawner.generation, *spawner.elders.generations}
+    _sweep(spawner, lambda generation: generation not in alive)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{dead}.old", dir_fd=spawner.places.spawner)
+    if len(spawner.tasks) > before:
+        log.info("took over %d tasks from an elder that died", len(spawner.tasks) - before)
+
+
+def _take_records(spawner: Spawner, succession: Succession, is_ours: Callable[[int], bool]) -> None:
     for name in sorted(os.listdir(spawner.places.record)):
+        if name.endswith(".damaged") or int(name) in spawner.tasks:
+            continue
         try:
             record = RecordFile.open(spawner.places.record, int(name))
+        except FileNotFoundError:
+            # A living elder's, removed just now.
+            continue
+        try:
             found = record.read()
-        except (ValueError, OSError) as error:
+            generation = found.generation
+        except ValueError as error:
             # Kept for a person to read, under a name that is not taken for a record again.
             log.error("cannot read record %s: %s; kept as %s.damaged", name, error, name)
+            record.close()
             with contextlib.suppress(OSError):
                 os.rename(
                     name, f"{name}.damaged",
                     src_dir_fd=spawner.places.record, dst_dir_fd=spawner.places.record,
                 )  # fmt: skip
             continue
-        if found.slot is None:
-            # Made, and its maker died before it handed anything to a launcher: never started.
-            record.remove()
-            continue
-        _take_over(spawner, succession, record, found, found.slot)
-    _sweep(spawner)
-    if spawner.tasks:
-        log.info("took over %d tasks from an earlier spawner", len(spawner.tasks))
+        if found.slot is None or generation is None:
+            # Made, and its maker died before it handed anything to a launcher: never started. Or
+            # its maker is an elder that is about to write.
+            if spawner.elders.generations:
+                record.close()
+            else:
+                record.remove()
+        elif is_ours(generation):
+            _take_over(spawner, succession, record, found, found.slot)
+        else:
+            record.close()
 
 
 def _take_over(
@@ -71,11 +112,19 @@ def _take_over(
         os.close(launcher)
         launcher = None
     found = record.read()
-    if launcher is None and found == Record(slot=header) and header.boot_id == proc.boot_id():
+    if launcher is not None and succession is Succession.FIRST and found.never_started:
+        # It is stopped, perhaps. What it was to start can still be started by another.
+        pidfd.send_signal(launcher, signal.SIGKILL)
+        if pidfd.has_ended(launcher, _KILLED_S):
+            os.close(launcher)
+            launcher = None
+        found = record.read()
+    if launcher is None and found.never_started and header.boot_id == proc.boot_id():
         # The launcher writes "started" before it lets the task go, so this one never ran. Without
         # a record the supervisor sends it again; what is left of its slot is swept.
         record.remove()
         return
+    record.append_owner(spawner.generation)
     task = spawner.make_task(
         _slot_of(spawner, header, launcher), record, header,
         spawner.degraded(Profile(header.profile), header.limits),
@@ -159,23 +208,41 @@ def _slot_of(spawner: Spawner, header: SlotRecord, launcher: int | None) -> Slot
     )
 
 
-def _sweep(spawner: Spawner) -> None:
-    """Removes what earlier lives left: groups, work directories, FIFOs, sockets."""
-    kept = {task.slot.name for task in spawner.tasks.values()}
-    stale = set(os.listdir(spawner.places.work)) - kept
+def _sweep(spawner: Spawner, is_dead: Callable[[int], bool]) -> None:
+    """Removes what dead spawners left: groups, work directories, FIFOs."""
+    kept = {task.slot.name for task in spawner.tasks.values()} | spawner.cleaner.busy
+    # An elder's task may be in a slot that one before it made.
+    kept |= {theirs.slot for theirs in records_of_others(spawner)}
+
+    def stale(names: Iterable[str]) -> set[str]:
+        return {name for name in names if name not in kept and is_dead(generation_of(name))}
+
+    left = stale(os.listdir(spawner.places.work))
     if spawner.tree is not None:
-        for name in set(spawner.tree.slots()) - kept:
+        for name in stale(spawner.tree.slots()):
             groups = spawner.tree.slot(name)
             try:
                 groups.kill(spawner.controllers)
             except OSError as error:
                 log.warning("cannot kill what is left in slot %s: %s", name, error)
             spawner.cleaner.clean(name, groups, None, None)
-            stale.discard(name)
-    for name in stale:
+            left.discard(name)
+    for name in left:
         spawner.cleaner.clean(name, None, None, None)
-    for name in set(os.listdir(spawner.places.output)) - kept:
+    for name in stale(os.listdir(spawner.places.output)):
         os.unlink(name, dir_fd=spawner.places.output)
-    for name in os.listdir(spawner.places.spawner):
-        if name.endswith(".sock"):
-            os.unlink(name, dir_fd=spawner.places.spawner)
+
+
+def records_of_others(spawner: Spawner) -> Iterator[SlotRecord]:
+    """What living elders, or whoever is in charge beside us, have."""
+    for name in os.listdir(spawner.places.record):
+        if name.endswith(".damaged") or int(name) in spawner.tasks:
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            record = RecordFile.open(spawner.places.record, int(name))
+            try:
+                found = record.read().slot
+            finally:
+                record.close()
+            if found is not None:
+                yield found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from stockade.sandbox.engine import EngineSettings
 from stockade.sandbox.limits import Ceilings, Limits
@@ -21,6 +21,10 @@ class Lifetime(enum.StrEnum):
 
     LASTING = "lasting"
     EPHEMERAL = "ephemeral"
+
+
+# Nothing in here gives a task more rights, for it comes from a process with fewer than ours.
+_TUNABLE: Final = ("limits", "profile", "pool_min", "pool_max")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class SpawnerSettings:
         pool_max: how many may wait.
         lifetime: see Lifetime.
         engine: runs container tasks; None: there is none.
+        start_deadline_s: from the dispatch until the task's program runs. Generous: it is for a
+            launcher that hangs.
     """
 
     worker_id: str
@@ -61,6 +67,30 @@ class SpawnerSettings:
     pool_max: int = 0
     lifetime: Lifetime = Lifetime.LASTING
     engine: EngineSettings | None = None
+    start_deadline_s: float = 30.0
+
+    @property
+    def tuning(self) -> str:
+        """What a supervisor may choose anew for a spawner that runs, as one line of JSON."""
+        fields = dataclasses.asdict(self)
+        return json.dumps({name: fields[name] for name in _TUNABLE}, sort_keys=True)
+
+    def tuned(self, tuning: str) -> Self:
+        """These settings with the choices in ``tuning``, and nothing else of it.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            wishes = json.loads(tuning)
+            chosen = {name: wishes[name] for name in _TUNABLE if name in wishes}
+            if "limits" in chosen:
+                chosen["limits"] = Limits.from_json(chosen["limits"])
+            if "profile" in chosen:
+                chosen["profile"] = Profile(chosen["profile"])
+            return dataclasses.replace(self, **chosen)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"cannot use the settings in a renewal: {error}") from error
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` takes it back."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 from stockade.platform import prctl, sockets
 from stockade.platform.errors import StockadeError
-from stockade.sandbox import capabilities, protocol, slot, standby
+from stockade.sandbox import capabilities, protocol, recovery, slot, standby
 from stockade.sandbox.attempts import Attempts
 from stockade.sandbox.children import Children
 from stockade.sandbox.cleaner import Cleaner
@@ -26,6 +27,7 @@ from stockade.sandbox.confiner import Confiner
 from stockade.sandbox.connection import Connection
 from stockade.sandbox.containers import Containers, client_limits
 from stockade.sandbox.delegation import find_delegation
+from stockade.sandbox.elders import Elders
 from stockade.sandbox.engine import RunLine
 from stockade.sandbox.engine_task import ContainerTask
 from stockade.sandbox.errors import (
@@ -40,6 +42,7 @@ from stockade.sandbox.places import Places
 from stockade.sandbox.pool import Pool
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord, StartedLine
+from stockade.sandbox.renewal import Renewal
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.slot import Slot, SlotMaker
 from stockade.sandbox.starting import Request, Starter, read_request
@@ -79,8 +82,11 @@ _REFUSALS: Final[dict[type[StockadeError], ErrorCode]] = {
 class Spawner:
     """One spawner in charge: its tasks, its supervisor's connection, its standby."""
 
-    def __init__(self, settings: SpawnerSettings, places: Places, generation: int) -> None:
+    def __init__(
+        self, settings: SpawnerSettings, places: Places, generation: int, code: str
+    ) -> None:
         self.settings = settings
+        self._code = code
         self.generation = generation
         self.loop = Loop()
         self.tasks: dict[int, Task] = {}
@@ -101,8 +107,15 @@ class Spawner:
         if host.root:
             self.uids = UidPool(settings.uid_min, settings.uid_max)
             self._sweeper = UidSweeper(self.loop, self.uids)
+        self.elders = Elders(self.loop, places, self._elder_died)
+        self.elders.find()
+        if self.uids is not None:
+            self.uids.before_take = self.elders.look
         confiner = Confiner(settings.view, self.host)
-        self.cleaner = Cleaner(self.loop, self.places, self.uids, self.children.watch)
+        self.cleaner = Cleaner(
+            self.loop, self.places, self.uids, self.children.watch,
+            on_set_aside=self._tell_set_aside,
+        )  # fmt: skip
         self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
         self._attempts = Attempts()
         self._maker = SlotMaker(
@@ -127,13 +140,22 @@ class Spawner:
         self._listener: socket.socket | None = None
         self._finishing = False
         self._stopping = False
+        self._renewal: Renewal | None = None
+        # The elders that were ours to inherit from before the renewal that is under way.
+        self._left: tuple[int, ...] = ()
+        # Another spawner is in charge by now; we only finish our own tasks.
+        self._retired = False
         self._idle: Timer | None = None
         self._watching = False
         self._pace = Pace()
 
     @property
+    def socket_name(self) -> str:
+        return f"{self.generation}.{'old' if self._retired else 'sock'}"
+
+    @property
     def socket_path(self) -> str:
-        return os.path.join(self.places.spawner_path, f"{self.generation}.sock")
+        return os.path.join(self.places.spawner_path, self.socket_name)
 
     def degraded(self, profile: Profile, limits: Limits) -> tuple[str, ...]:
         """What this host cannot enforce of a task's profile and limits."""
@@ -142,7 +164,7 @@ class Spawner:
     def listen(self) -> None:
         """Opens the way in for supervisors and, where tasks outlive one, starts the standby."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.generation}.sock", dir_fd=self.places.spawner)
+            os.unlink(self.socket_name, dir_fd=self.places.spawner)
         self._listener = sockets.listen_seqpacket(self.socket_path, 0o600)
         if os.geteuid() != self.settings.supervisor_uid:
             os.chown(self.socket_path, self.settings.supervisor_uid, self.settings.supervisor_gid)
@@ -214,21 +236,30 @@ class Spawner:
         if previous is not None:
             previous.close()
         self._finishing = False
-        # An end that was begun is taken back, and with it the emptying of the pool.
-        self._pool.fill()
+        if not self._retired:
+            # An end that was begun is taken back, and with it the emptying of the pool.
+            self._pool.fill()
         self._check_idle()
         log.info("supervisor connected, version %s", hello.software)
         connection.send(
             protocol.Welcome(
                 version=protocol.PROTOCOL_VERSION,
-                software=hello.software,
+                code=self._code,
+                tuning=self.settings.tuning,
                 pid=os.getpid(),
                 generation=self.generation,
                 token=self.places.token,
                 tasks=len(self.tasks),
                 degraded=self.degraded(Profile.PROCESS, Limits()),
+                elders=self.elders.generations,
             )
         )
+        if self.cleaner.set_aside:
+            self._tell_set_aside()
+
+    def _tell_set_aside(self) -> None:
+        names = self.cleaner.set_aside
+        self._send(protocol.SetAside(len(names), tuple(names[: protocol.LIST_PAGE])))
 
     def _request(self, message: protocol.Message, fds: list[int]) -> None:
         match message:
@@ -245,6 +276,8 @@ class Spawner:
             case protocol.Finish():
                 self._finishing = True
                 self._check_idle()
+            case protocol.Renew():
+                self._renew(message.tuning)
             case _:
                 raise ProtocolError(f"cannot take {message.type} from a supervisor")
 
@@ -267,6 +300,13 @@ class Spawner:
             self._tell(known)
             return
         if start.seq in self._attempts:
+            return
+        if self._retired:
+            # Sent before Renewed was read. Whoever sent it asks all of us, and sends it again.
+            log.info("not started, another spawner is in charge: task seq=%d", start.seq)
+            return
+        if not self._may_record(start.seq):
+            log.error("not started, another spawner has it: task seq=%d", start.seq)
             return
         try:
             Profile(start.profile)
@@ -323,6 +363,9 @@ class Spawner:
             else:
                 with self.containers.client(self.places, made, line, start) as (client, run):
                     self._starter.hand_over(made, client, run, record.fd)
+        except (BrokenPipeError, ConnectionResetError):
+            # Its exit is told in a moment, and what it said by then.
+            log.warning("the launcher of slot %s is gone before its task came", made.name)
         except (OSError, ValueError) as error:
             task.hear_launcher()
             task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
@@ -333,9 +376,8 @@ class Spawner:
         wait_s = self._attempts.wait_s(seq, failure)
         if wait_s is None:
             return False
-        log.warning(
-            "cannot start task seq=%d: %s; trying another slot", seq, os.strerror(failure or 0)
-        )
+        why = os.strerror(failure or 0)
+        log.warning("cannot start task seq=%d: %s; trying another slot", seq, why)
         self.loop.call_later(wait_s, lambda: self._try(seq))
         return True
 
@@ -362,7 +404,11 @@ class Spawner:
         self, made: Slot, record: RecordFile, header: SlotRecord, degraded: tuple[str, ...]
     ) -> Task:
         """The task in a slot: a program, or the client of a container."""
-        more: dict[str, Any] = {"controllers": self.controllers, "degraded": degraded}
+        more: dict[str, Any] = {
+            "controllers": self.controllers,
+            "degraded": degraded,
+            "start_deadline_s": self.settings.start_deadline_s,
+        }
         if header.container is None or self.containers is None:
             return Task(self.loop, self, made, record, header, **more)
         return ContainerTask(
@@ -375,7 +421,73 @@ class Spawner:
             task.header.container
             for task in self.tasks.values()
             if task.header.container is not None and task.phase is not Phase.OVER
+        } | {
+            theirs.container
+            for theirs in recovery.records_of_others(self)
+            if theirs.container is not None
         }
+
+    def _may_record(self, seq: int) -> bool:
+        """Whether nobody has the task. A record that says nothing is of one that died in between.
+
+        Who sends us a Start has asked every living spawner first.
+        """
+        try:
+            record = RecordFile.open(self.places.record, seq)
+        except FileNotFoundError:
+            return True
+        if record.read().slot is not None:
+            record.close()
+            return False
+        record.remove()
+        return True
+
+    # Renewal.
+
+    def _renew(self, tuning: str) -> None:
+        if self._renewal is not None or self._retired:
+            self._send(protocol.Renewed("cannot renew the spawner: it is being done already"))
+            return
+        # Ours again if the other one does not want it. Nobody else does while our socket answers.
+        # With the charge goes what elders leave: one alone may inherit it.
+        self._left = self.elders.leave()
+        self.places.give_up_charge()
+        try:
+            self._renewal = Renewal(
+                self.loop, self.children, self.settings, self.generation + 1,
+                tuning=tuning, done=self._renewed,
+            )  # fmt: skip
+        except OSError as error:
+            self._renewed({"error": str(error)})
+
+    def _renewed(self, answer: dict[str, Any]) -> None:
+        self._renewal = None
+        if "socket" not in answer:
+            if not self.places.take_charge():
+                log.error("another spawner has taken charge")
+            self.elders.find()
+            for generation in set(self._left) - set(self.elders.generations):
+                recovery.inherit(self, generation)
+            error = f"cannot renew the spawner: {answer.get('error')}"
+            log.error("%s", error)
+            self._send(protocol.Renewed(error))
+            return
+        log.info("another spawner is in charge now: %s", answer["socket"])
+        os.rename(
+            self.socket_name, f"{self.generation}.old",
+            src_dir_fd=self.places.spawner, dst_dir_fd=self.places.spawner,
+        )  # fmt: skip
+        self._retired = True
+        # Starts that were to be tried again are nobody's now; the supervisor sends them again.
+        self._attempts.clear()
+        self._pool.close()
+        self._standby.dismiss(lambda: None)
+        self._send(protocol.Renewed(""))
+        self._check_idle()
+
+    def _elder_died(self, generation: int) -> None:
+        recovery.inherit(self, generation)
+        self._check_idle()
 
     # What happens to tasks (task.Observer).
 
@@ -384,6 +496,19 @@ class Spawner:
         if task.started is not None:
             self._attempts.forget(task.seq)
             self._send(_started(task, task.started))
+
+    def task_unstarted(self, task: Task) -> None:
+        """Tries another slot. The start of an adopted task is the supervisor's to send again."""
+        attempt = self._attempts.get(task.seq)
+        self._forget(task)
+        if attempt is None:
+            log.warning("the launcher of slot %s was killed before its task ran", task.slot.name)
+            self._send(protocol.Unstarted(task.seq))
+        elif not self._try_again(task.seq, errno.ESRCH):
+            reason = f"cannot start the task: its launcher was killed {attempt.tries + 1} times"
+            self._not_started(attempt.start, ErrorCode.SPAWN_FAILED, reason)
+        used = task.slot
+        self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
 
     def task_over(self, task: Task) -> None:
         """Tells the supervisor the outcome and begins the clean-up of the slot."""
@@ -396,7 +521,7 @@ class Spawner:
             self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
         used = task.slot
         if task.survivors:
-            self.cleaner.set_aside.append(used.name)
+            self.cleaner.put_aside(used.name)
         else:
             self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
         if isinstance(task, ContainerTask) and task.left_container and self.containers is not None:
@@ -502,11 +627,11 @@ class Spawner:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
-        needed = bool(self.tasks or self._attempts) or (
-            self._connection is not None and not self._finishing
-        )
+        wanted = self._connection is not None and not self._finishing and not self._retired
+        needed = wanted or bool(self.tasks or self._attempts or self.elders.generations)
+        at_once = self._finishing or self._retired
         if not needed and not self._stopping:
-            self._idle = self.loop.call_later(0.0 if self._finishing else IDLE_S, self._stop)
+            self._idle = self.loop.call_later(0.0 if at_once else IDLE_S, self._stop)
 
     def _discard(self, unused: Slot) -> None:
         """Takes back a slot that no task had: its launcher exits when its channel closes."""
@@ -520,7 +645,8 @@ class Spawner:
         self._pool.close()
         if self.containers is not None:
             self.containers.sweep.stop()
-        if self.cleaner.pending or (self.containers is not None and self.containers.calls.pending):
+        calls = self.containers is not None and self.containers.calls.pending
+        if self.cleaner.busy or calls or self._renewal is not None:
             self._idle = self.loop.call_later(0.02, self._stop)
             return
         self._stopping = True
@@ -533,8 +659,8 @@ class Spawner:
             self.loop.unwatch(self._listener.fileno())
             self._listener.close()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.generation}.sock", dir_fd=self.places.spawner)
-        if self.tree is not None:
+            os.unlink(self.socket_name, dir_fd=self.places.spawner)
+        if self.tree is not None and not self._retired:
             self.tree.remove()
         if self._connection is not None:
             self._connection.close()

@@ -2,7 +2,8 @@
 
 With ``--ready-fd N`` it is in charge at once and tells so on that descriptor; see start.py. With
 ``--join GROUP`` it moves into a worker's group that lives already. With
-``--standby-for PID --generation N`` it waits for that spawner's death; see standby.py.
+``--standby-for PID --generation N`` it waits for that spawner's death; see standby.py. With
+``--tuning TEXT`` it takes the place of one that steps back; see renewal.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stockade.platform import clone, keyring, mounts, namespaces, prctl
 from stockade.platform.cgroup import Group
 from stockade.platform.errors import StockadeError, SyscallError
 from stockade.sandbox import recovery, standby
+from stockade.sandbox.installed import fingerprint
 from stockade.sandbox.log import set_up as set_up_log
 from stockade.sandbox.places import Places, generations
 from stockade.sandbox.settings import SpawnerSettings
@@ -69,10 +71,12 @@ def main() -> int:
     parser.add_argument("--join", type=Path)
     parser.add_argument("--standby-for", type=int)
     parser.add_argument("--generation", type=int)
+    parser.add_argument("--tuning")
     arguments = parser.parse_args()
     if arguments.stderr_fd is not None:
         os.dup2(arguments.stderr_fd, 2)
         os.close(arguments.stderr_fd)
+    code = fingerprint()
     settings = SpawnerSettings.from_json(arguments.settings)
     # Terminals and service managers signal whole groups; who ends the spawner is its supervisor.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
@@ -87,6 +91,10 @@ def main() -> int:
     prctl.set_name("stockade-spawner")
     generation = arguments.generation or max(generations(settings.runtime_dir), default=0) + 1
     try:
+        if arguments.tuning is not None:
+            # In the place of a spawner that steps back, and takes its dead elders' tasks over.
+            settings = settings.tuned(arguments.tuning)
+            succession = recovery.Succession.STANDBY
         # What the session of whoever started the worker holds is not for its tasks.
         keyring.join_new_session()
         if arguments.join is not None:
@@ -94,17 +102,20 @@ def main() -> int:
         if succession is recovery.Succession.FIRST:
             _leave_host_mounts()
         places = Places.open(settings)
-        if not places.lock():
+        if not places.take_charge():
             _tell_starter(
                 arguments.ready_fd, {"error": "another spawner is in charge", "busy": True}
             )
             return 0
+        # An elder without a socket of its own can have the number.
+        while not places.lock_generation(generation):
+            generation += 1
         _raise_nofile()
-        spawner = Spawner(settings, places, generation)
+        spawner = Spawner(settings, places, generation, code)
         signal.signal(signal.SIGTERM, lambda _number, _frame: spawner.finish())
         recovery.recover(spawner, succession)
         spawner.listen()
-    except (StockadeError, OSError) as error:
+    except (StockadeError, OSError, ValueError) as error:
         log.error("cannot start the spawner: %s", error)
         _tell_starter(arguments.ready_fd, {"error": str(error)})
         return 1

@@ -30,8 +30,6 @@ from stockade.sandbox.watchdog import PeakSampler, Sampler, Watch
 
 log = logging.getLogger(__name__)
 
-# From the dispatch until the task's program runs. Generous: it is for a launcher that hangs.
-START_DEADLINE_S: Final = 30.0
 # From the kill until nothing may be left; a task in uninterruptible sleep can outlast it.
 KILL_WAIT_S: Final = 10.0
 # From the kill until the launcher, which then only has to write and exit, is killed with the rest.
@@ -56,6 +54,8 @@ class Observer(Protocol):
 
     def task_started(self, task: Task) -> None: ...
 
+    def task_unstarted(self, task: Task) -> None: ...
+
     def task_over(self, task: Task) -> None: ...
 
 
@@ -69,7 +69,7 @@ class Task:
 
     def __init__(
         self, loop: Loop, observer: Observer, slot: Slot, record: RecordFile, header: SlotRecord,
-        *, controllers: frozenset[str], degraded: tuple[str, ...],
+        *, controllers: frozenset[str], degraded: tuple[str, ...], start_deadline_s: float,
     ) -> None:  # fmt: skip
         self.seq = header.seq
         self.slot = slot
@@ -84,6 +84,7 @@ class Task:
         self._observer = observer
         self._controllers = controllers
         self._degraded = degraded
+        self._start_deadline_s = start_deadline_s
         self._timers: dict[str, Timer] = {}
         self._events_fd = -1
         self.reach = self._make_reach()
@@ -108,13 +109,15 @@ class Task:
         channel = self.slot.channel
         assert channel is not None
         self._loop.watch(channel.fileno(), select.EPOLLIN, self._on_channel)
-        self._timer("start", START_DEADLINE_S, self._start_deadline)
+        self._timer("start", self._start_deadline_s, self._start_deadline)
 
     def adopt(self, found: Record) -> None:
         """Follows a live launcher of an earlier spawner, by its record and its pidfd."""
         self._loop.watch(self.slot.launcher_pidfd, select.EPOLLIN, self._on_adopted_exit)
         if found.started is not None:
             self._is_started(found.started)
+        else:
+            self._timer("start", self._start_deadline_s, self._start_deadline)
         if found.cause is not None:
             # Terminated by the earlier spawner, which may have died before its grace was over.
             self.phase = Phase.TERMINATING
@@ -192,7 +195,7 @@ class Task:
     def _start_deadline(self) -> None:
         if self._set_cause(
             Cause.START_DEADLINE,
-            f"cannot start the task: its program did not run within {START_DEADLINE_S:g} s",
+            f"cannot start the task: its program did not run within {self._start_deadline_s:g} s",
         ):
             self.clear()
 
@@ -235,10 +238,15 @@ class Task:
             # Seen by its group to be gone, and only now reaped; the record may be closed.
             return
         found = self.record.read()
+        if found.never_started and self.phase is Phase.STARTING:
+            # It writes "started" before it lets the task go. What it may have cloned waits for its
+            # word and ends without it.
+            self._close()
+            self._observer.task_unstarted(self)
+            return
         if found.ended is None and found.failed is None and found.cause is None:
-            what = "the task" if found.started is not None else "the task's start"
             self.record.append_cause(
-                Cause.LOST, f"the launcher was killed from outside the worker and {what} with it"
+                Cause.LOST, "the launcher was killed from outside the worker and the task with it"
             )
         self.clear()
 
@@ -290,7 +298,7 @@ class Task:
 
     # Judging it.
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self.phase = Phase.OVER
         for name in list(self._timers):
             self._stop_timer(name)
@@ -299,6 +307,9 @@ class Task:
             os.close(self._events_fd)
             self._events_fd = -1
         self._let_go_of_launcher()
+
+    def _finish(self) -> None:
+        self._close()
         if self.slot.groups is not None:
             self.slot.groups.settle()
         self.outcome = self._judged()

@@ -45,6 +45,8 @@ class UidPool:
         # Back from a task, still locked, and not to be taken before they were swept.
         self.used: dict[int, int | None] = {}
         self.on_used: Callable[[], None] = lambda: None
+        # Takes note of who died with a uid, before one is looked for.
+        self.before_take: Callable[[], None] = lambda: None
         self._free = collections.deque(range(first + RESERVED, last + 1))
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -59,6 +61,7 @@ class UidPool:
         Raises:
             SandboxSetupError: every uid of the range is in use.
         """
+        self.before_take()
         if not self._free and self.used:
             self.on_used()
         for _ in range(len(self._free)):

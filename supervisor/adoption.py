@@ -81,13 +81,17 @@ def _take_over(
     executor: Executor, task: LiveTask, known: ListedTask, output_fd: int | None
 ) -> None:
     recovered = task.phase is Phase.RECOVERED
-    if known.outcome is None:
-        started = Started(known.seq, known.pid, known.slot, known.started_at)
-        executor.task_started(started, output_fd)
+    if known.outcome is not None:
+        executor.task_ended(Ended(known.seq, known.outcome), output_fd)
+    else:
+        if known.started_at:
+            executor.task_started(
+                Started(known.seq, known.pid, known.slot, known.started_at), output_fd
+            )
+        else:
+            executor.task_known(task, output_fd)
         if task.cancel_reason:
             executor.ask_for_end(task)
-    else:
-        executor.task_ended(Ended(known.seq, known.outcome), output_fd)
     if recovered:
         log.info("task adopted", seq=task.seq, lives=known.outcome is None)
         executor.take_on(task)

@@ -67,6 +67,7 @@ class Channel:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting = 0
+        self._settling = False
         self._quiet = asyncio.Event()
         outage.on_contact(self._hurry)
 
@@ -105,6 +106,12 @@ class Channel:
         self._backlog.append(seq)
         self._pump()
 
+    async def settle(self, deadline_s: float) -> None:
+        """Begin no further attempt, and let those under way end, so that none is made twice."""
+        self._settling = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)
+
     async def close(self) -> None:
         """Stop at once; what is not delivered stays in the journal."""
         if self._timer is not None:
@@ -121,6 +128,8 @@ class Channel:
 
     def _pump(self) -> None:
         """Start as many servers as there is work for, and a timer for what is due later."""
+        if self._settling:
+            return
         now = time.monotonic()
         queued = len(self._fresh) + len(self._backlog)
         due = sum(entry[0] <= now for entry in self._waiting[:CONCURRENCY])
@@ -165,7 +174,7 @@ class Channel:
                 step = await self._attempted(delivery)
                 self._tried_at = time.monotonic()
                 self._weigh(delivery, step, probe)
-                if step.again_s == 0 and not self._down:
+                if step.again_s == 0 and not self._down and not self._settling:
                     continue
                 self._put_back(delivery, step)
                 delivery = None if self._down else self._next()
@@ -187,6 +196,8 @@ class Channel:
 
     def _next(self) -> Delivery | None:
         """The delivery whose turn it is."""
+        if self._settling:
+            return None
         self._fresh_next = not self._fresh_next
         if self._fresh and self._fresh_next:
             return self._fresh.popleft()

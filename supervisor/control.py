@@ -11,6 +11,8 @@
     POST /v1/deadletters/drop   {"id": ID} or {"all": true}
     POST /v1/cancel {"id": ID}
     POST /v1/drain
+    POST /v1/reload                          answers {"error": why not, or ""}; /v1/status then
+                                             shows another "life", or a "reload_error"
 
 An id travels as a parameter and never as a part of a path: it is opaque text.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -27,6 +30,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from stockade.platform.errors import StockadeError
 from stockade.supervisor.errors import InvalidTransitionError, JournalError, RejectedError
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.explain import story, what_becomes_of_its_report, what_it_waits_for
@@ -52,6 +56,7 @@ class Control:
     Args:
         status: the worker's own part of /v1/status.
         drain: begins a drain.
+        reload: begins a reload, or raises StockadeError with the reason why not.
         reporter: delivers what is owed.
     """
 
@@ -65,6 +70,7 @@ class Control:
         reporter: Reporter,
         status: StatusSource,
         drain: Callable[[], None],
+        reload: Callable[[], Awaitable[None]],
     ) -> None:
         self._journal = journal
         self._executor = executor
@@ -73,7 +79,9 @@ class Control:
         self._reporter = reporter
         self._status = status
         self._drain = drain
+        self._reload = reload
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on a listening socket, which ``close`` closes."""
@@ -89,12 +97,21 @@ class Control:
             ("POST", "/v1/deadletters/drop", self._drop),
             ("POST", "/v1/cancel", self._cancel),
             ("POST", "/v1/drain", self._start_drain),
+            ("POST", "/v1/reload", self._start_reload),
         )
         for method, path, handler in routes:
             app.router.add_route(method, path, handler)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
+        self._listener = listener
+
+    async def hand_over(self) -> int:
+        """Stop serving; gives a descriptor of the socket, which goes on listening."""
+        assert self._listener is not None
+        listener = os.dup(self._listener.fileno())
+        await self.close()
+        return listener
 
     async def close(self) -> None:
         """Stop serving."""
@@ -230,6 +247,13 @@ class Control:
     async def _start_drain(self, _request: web.Request) -> web.Response:
         self._drain()
         return web.json_response({"draining": True})
+
+    async def _start_reload(self, _request: web.Request) -> web.Response:
+        try:
+            await self._reload()
+        except StockadeError as error:
+            return web.json_response({"error": str(error)})
+        return web.json_response({"error": ""})
 
     async def _newest_row(self, instance_id: str) -> Row:
         return (await self._rows(instance_id))[-1]

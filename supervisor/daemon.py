@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
+import secrets
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 import structlog
 
+from stockade.platform.errors import StockadeError
+from stockade.supervisor import reload
 from stockade.supervisor.admission import Admission
 from stockade.supervisor.config import Config
 from stockade.supervisor.control import Control
+from stockade.supervisor.equipment import Equipment
 from stockade.supervisor.errors import SpawnerLostError
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.heartbeat import Heartbeat
@@ -25,18 +27,19 @@ from stockade.supervisor.intake import Intake, Schedulers
 from stockade.supervisor.journal import Journal
 from stockade.supervisor.links.link import Link
 from stockade.supervisor.links.running import make_links, registering
-from stockade.supervisor.links.two_way import Credentials, TwoWayLink
+from stockade.supervisor.links.two_way import TwoWayLink
 from stockade.supervisor.metrics import Metrics
 from stockade.supervisor.outages import Outages
 from stockade.supervisor.output import OutputStore
-from stockade.supervisor.places import WorkerPlaces
 from stockade.supervisor.planning import Planner
+from stockade.supervisor.reload import Handover
+from stockade.supervisor.reloader import Reloader
 from stockade.supervisor.reporter import Reporter
-from stockade.supervisor.slots import SpawnerClient
+from stockade.supervisor.slots import SpawnerClient, Wanted
 from stockade.supervisor.sweeper import sweep_for_ever
 from stockade.supervisor.task_end import LEFT_BEHIND
 from stockade.supervisor.task_types.built_in import built_in_types
-from stockade.supervisor.task_types.door import Door, close_types, make_types
+from stockade.supervisor.task_types.door import close_types, make_types
 
 log = structlog.get_logger(__name__)
 
@@ -50,55 +53,49 @@ STOP_MARGIN_S: Final = 20.0
 class Daemon:
     """The supervisor's parts, and how they start and stop."""
 
-    def __init__(
-        self,
-        config: Config,
-        places: WorkerPlaces,
-        spawner_socket: Path,
-        credentials: Mapping[str, Credentials],
-        *,
-        task_uids: range | None,
-        unavailable: Mapping[str, str],
-        door: Door,
-    ) -> None:
+    def __init__(self, config: Config, equipment: Equipment, wanted: Wanted) -> None:
         self._config = config
-        self._places = places
-        self._spawner_socket = spawner_socket
-        self._credentials = credentials
-        self._task_uids = task_uids
-        self._unavailable = unavailable
+        self._equipment = equipment
+        self._wanted = wanted
+        self._life = secrets.token_hex(8)
+        door = equipment.door
         self._task_types, self._type_faults = make_types(door)
         self._task_types |= {task_type.name: task_type for task_type in built_in_types(config)}
-        self._stop_requests = 0
-        self._stop_asked = asyncio.Event()
+        self._jobs: set[asyncio.Task[None]] = set()
+        self.stop_requests = 0
+        # Somebody asked for a stop, or a reload can begin.
+        self._asked = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._reloader = Reloader(
+            config,
+            equipment,
+            is_stopping=lambda: self.stop_requests > 0,
+            begin=self._asked.set,
+        )
 
-    async def run(
-        self, listeners: Mapping[str, Sequence[socket.socket]], control_socket: socket.socket
-    ) -> int:
+    async def run(self) -> int | Handover:
+        """Serve until it is time to end, with this exit status, or to become the next life."""
+        self._loop = asyncio.get_running_loop()
         self._watch_signals()
-        journal = await Journal.open(self._places.journal)
+        journal = await Journal.open(self._equipment.places.journal)
         if journal.damaged is not None:
             log.error("the journal was damaged and set aside", path=str(journal.damaged))
         try:
-            status = await self._run(journal, listeners, control_socket)
+            ended = await self._run(journal)
         finally:
             await close_types(self._task_types)
             await journal.close()
-        _leave_what_does_not_stop(status)
-        return status
+        if isinstance(ended, int):
+            _leave_what_does_not_stop(ended)
+        return ended
 
-    async def _run(
-        self,
-        journal: Journal,
-        listeners: Mapping[str, Sequence[socket.socket]],
-        control_socket: socket.socket,
-    ) -> int:
-        config = self._config
+    async def _run(self, journal: Journal) -> int | Handover:
+        config, equipment = self._config, self._equipment
+        uids = range(config.worker.uid_min, config.worker.uid_max + 1)
         outages = Outages()
         links: dict[str, Link] = {}
         reporter = Reporter(links, journal, config, outages)
-        output = OutputStore(self._places.output, config.limits.output_max)
+        output = OutputStore(equipment.places.output, config.limits.output_max)
         admission = Admission(config.worker)
         # Before anything that an earlier life left in line can start.
         admission.look(lambda: None)
@@ -124,8 +121,8 @@ class Daemon:
             config,
             intake,
             metrics=lambda: metrics.text(),  # noqa: PLW0108 -- they come after the links
-            credentials=self._credentials,
-            task_uids=self._task_uids,
+            credentials=equipment.credentials,
+            task_uids=uids if equipment.as_root else None,
         )
         links.update(running)
         heartbeats = {
@@ -143,6 +140,7 @@ class Daemon:
             journal=journal,
             reporter=reporter,
             heartbeats=heartbeats,
+            slots_set_aside=lambda: client.set_aside.count,
             max_concurrency=config.worker.max_concurrency,
         )
 
@@ -157,7 +155,10 @@ class Daemon:
                 heartbeat.beat_now()
 
         client = SpawnerClient(
-            self._spawner_socket, executor, software=importlib.metadata.version("stockade")
+            equipment.spawner_socket,
+            executor,
+            software=importlib.metadata.version("stockade"),
+            wanted=self._wanted,
         )
         executor.client = client
         control = Control(
@@ -166,8 +167,12 @@ class Daemon:
             intake=intake,
             output=output,
             reporter=reporter,
-            status=lambda: self._status(running, heartbeats, reporter, executor),
+            status=lambda: {
+                **self._status(running, heartbeats, reporter, executor),
+                **_spawners(client, executor),
+            },
             drain=drain,
+            reload=self._reloader.ask,
         )
         await reporter.resume()
         executor.recover(await journal.unfinished())
@@ -176,20 +181,29 @@ class Daemon:
             for link in running.values():
                 stack.push_async_callback(link.close)
             connection = _background(stack, client.run())
-            if not await self._until(executor.connected.wait(), connection):
+            if await self._until(executor.connected.wait(), connection) is None:
                 return EXIT_NO_SPAWNER
             for link in running.values():
-                await link.start(listeners[link.name])
+                await link.start(
+                    equipment.listeners[link.name], equipment.connections.get(link.name, ())
+                )
             stack.push_async_callback(control.close)
-            await control.start(control_socket)
+            await control.start(equipment.control)
             for heartbeat in heartbeats.values():
                 _background(stack, heartbeat.run())
             _background(stack, admission.watch(pressure_changed))
             _background(stack, sweep_for_ever(journal, output, config.worker))
             bound = {name: str(link.bound) for name, link in running.items() if link.bound}
+            if equipment.draining:
+                drain()
             log.info("ready", listen=bound, worker_id=config.worker.id)
-            if not await self._until(self._stop_asked.wait(), connection):
+            reloads = await self._serve(executor, connection)
+            if reloads is None:
                 return EXIT_NO_SPAWNER
+            if reloads:
+                return await self._reloader.hand_over(
+                    executor, reporter, links=running, control=control, client=client
+                )
             drain()
             await self._let_tasks_end(executor, connection)
             for link in running.values():
@@ -200,13 +214,26 @@ class Daemon:
         log.info("stopped")
         return 0
 
+    async def _serve(self, executor: Executor, connection: asyncio.Task[None]) -> bool | None:
+        """Until the worker is to stop (False) or to reload; None when no spawner is left."""
+        while not self.stop_requests:
+            if await self._until(self._asked.wait(), connection) is None:
+                return None
+            self._asked.clear()
+            if self._reloader.wanted and not self.stop_requests:
+                ended = self._reloader.let_loop_tasks_end(executor, self._asked)
+                may_go_on = await self._until(ended, connection)
+                if may_go_on or may_go_on is None:
+                    return may_go_on
+        return False
+
     def _planner(self) -> Planner:
         config = self._config
         return Planner(
             limits=config.limits,
             limits_max=config.limits_max,
             profile=config.profile.name.value,
-            unavailable=self._unavailable,
+            unavailable=self._equipment.unavailable,
             task_types=self._task_types,
             faults=self._type_faults,
         )
@@ -231,33 +258,49 @@ class Daemon:
         except TimeoutError:
             log.error("tasks are left to the spawner", tasks=len(executor.tasks))
 
-    async def _until(self, wanted: Any, connection: asyncio.Task[None]) -> bool:
-        """Wait for something, or for the end of all spawners; False for the latter."""
+    async def _until(self, wanted: Awaitable[bool], connection: asyncio.Task[None]) -> bool | None:
+        """What ``wanted`` gives, or None when all spawners end before."""
         waiting = asyncio.ensure_future(wanted)
         await asyncio.wait({waiting, connection}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
-            return True
+            return waiting.result()
         waiting.cancel()
         error = connection.exception()
         if not isinstance(error, SpawnerLostError):
             raise error or RuntimeError("the spawner's client ended")
         log.error("no spawner is left", reason=str(error))
-        return False
+        return None
 
     def _watch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
+        # Plain handlers and not the loop's, which forgets at its end what it has not yet handled.
+        # They run in this thread, as soon as the loop, which any signal wakes, comes round.
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop_signal)
-        # uvloop keeps SIGCHLD for its own subprocesses, of which there are none; a plain handler
-        # runs in this thread as soon as the loop, which any signal wakes, comes round.
+            signal.signal(number, lambda _number, _frame: self._stop_signal())
+        signal.signal(signal.SIGHUP, lambda _number, _frame: self._reload_signal())
         signal.signal(signal.SIGCHLD, lambda _number, _frame: reap_children())
         reap_children()
+        # Those that came while the life before became this one.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, reload.SIGNALS)
 
     def _stop_signal(self) -> None:
-        self._stop_requests += 1
-        self._stop_asked.set()
-        if self._stop_requests > 1:
-            self._hurry.set()
+        self.stop_requests += 1
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._asked.set)
+            if self.stop_requests > 1:
+                self._loop.call_soon_threadsafe(self._hurry.set)
+
+    def _reload_signal(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: a reload is just done
+            self._loop.call_soon_threadsafe(self._begin_reload)
+
+    def _begin_reload(self) -> None:
+        async def ask() -> None:
+            with contextlib.suppress(StockadeError):  # logged, and in the status
+                await self._reloader.ask()
+
+        job = self._loop.create_task(ask())
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
 
     def _status(
         self,
@@ -271,6 +314,8 @@ class Daemon:
             "worker_id": self._config.worker.id,
             "version": importlib.metadata.version("stockade"),
             "pid": os.getpid(),
+            "life": self._life,
+            "reload_error": self._reloader.error,
             "links": {
                 name: {
                     "listen": str(link.bound) if link.bound else None,
@@ -284,6 +329,22 @@ class Daemon:
             "undelivered_reports": undelivered,
             "undelivered_age_s": age_s,
         }
+
+
+def _spawners(client: SpawnerClient, executor: Executor) -> dict[str, Any]:
+    """What is to be known of the spawners, for the status."""
+    return {
+        "elders": [
+            {
+                "generation": elder.generation,
+                "pid": elder.pid,
+                "tasks": len(elder.seqs & executor.tasks.keys()),
+            }
+            for elder in client.elders
+        ],
+        "slots_set_aside": client.set_aside.count,
+        "set_aside": list(client.set_aside.slots),
+    }
 
 
 def _background(stack: contextlib.AsyncExitStack, work: Any) -> asyncio.Task[None]:

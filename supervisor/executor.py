@@ -50,6 +50,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 JOURNAL_RETRY_S: Final = 1.0
+# How often a task is sent whose launchers are killed before it runs.
+STARTS_MAX: Final = 5
 
 
 class Executor:
@@ -91,6 +93,8 @@ class Executor:
         self.ended: collections.Counter[tuple[str, str]] = collections.Counter()
         self._draining = False
         self._stopping = False
+        # While loop tasks are kept from starting, those whose turn has come wait here.
+        self._kept: list[LiveTask] | None = None
 
     # --- places ---------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class Executor:
         if self._admission.counts:
             # What the task would be promised is not known here: it waits for its turn.
             return State.ACCEPTED
-        if not self._queue and self._may_start(None):
+        if self._kept is None and not self._queue and self._may_start(None):
             self._claims += 1
             return State.RUNNING
         return State.ACCEPTED
@@ -145,7 +149,8 @@ class Executor:
     @property
     def waiting(self) -> int:
         """How many tasks wait for a place."""
-        return sum(1 for task in self._queue if task.phase is Phase.QUEUED)
+        waiting = [*self._queue, *(self._kept or ())]
+        return sum(1 for task in waiting if task.phase is Phase.QUEUED)
 
     def before(self, task: LiveTask) -> int:
         """How many tasks wait for a place before this one does."""
@@ -209,13 +214,21 @@ class Executor:
         await reconcile(self, self.client, welcome)
         log.info("spawner connected", pid=welcome.pid, generation=welcome.generation)
         self.connected.set()
-        for task in self.tasks.values():
-            if task.phase is Phase.UNSENT and task.packed is not None and not task.ended.done():
-                self.send(task)
+        for task in list(self.tasks.values()):
+            if task.phase is not Phase.UNSENT or task.ended.done():
+                continue
+            # One that is not packed yet sends itself; but nobody packs what was recovered.
+            if task.packed is not None or (task.recovered and task.row.state is State.RUNNING):
+                self._send_again(task)
         self._admit()
 
     def spawner_lost(self) -> None:
         self.connected.clear()
+
+    def task_known(self, task: LiveTask, output_fd: int | None) -> None:
+        """The spawner has it and will start it."""
+        task.phase = Phase.SENT
+        self._attach(task, output_fd)
 
     def task_prepared(self, prepared: Prepared, output_fd: int | None) -> None:
         task = self.tasks.get(prepared.seq)
@@ -259,6 +272,28 @@ class Executor:
             # The end of a short task can overtake its start; the scheduler hears of both.
             self._reporter.running(task.row)
         task.end(ended.outcome)
+
+    def task_unstarted(self, seq: int) -> None:
+        task = self.tasks.get(seq)
+        if task is None or task.phase is Phase.ENDED or task.ended.done():
+            return
+        task.unstarted += 1
+        if task.cancel_reason:
+            task.end(cancelled_before_start())
+        elif task.unstarted == STARTS_MAX or task.planned is None:
+            reason = f"cannot start the task: its launcher was killed {task.unstarted} times"
+            task.end(Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=reason))
+        else:
+            self._detach(task)
+            self._send_again(task)
+
+    def _send_again(self, task: LiveTask) -> None:
+        if task.packed is None:
+            assert task.planned is not None
+            plan, limits, profile = task.planned.plan, task.planned.limits, task.planned.profile
+            assert not isinstance(plan, LoopPlan)
+            task.packed = pack_start(task.seq, plan, limits, profile)
+        self.send(task)
 
     # --- cancel and drain -----------------------------------------------------------------------
 
@@ -311,6 +346,39 @@ class Executor:
         while self._jobs:
             await asyncio.wait(self._jobs)
 
+    async def let_loop_tasks_end(self, deadline_s: float) -> None:
+        """Start no more tasks that run in this process, and wait for the end of those that do.
+
+        All else goes on. What still runs after the deadline is lost, and reported so.
+        """
+        self._kept = []
+        running = [task for task in self._active if self._is_loop_task(task)]
+        if not running:
+            return
+        log.info("waiting for the tasks that run in this process", count=len(running))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(task.settled.wait() for task in running))
+        for task in running:
+            task.end(lost("the worker was reloaded, and the task did not end in time"))
+            if task.work is not None:
+                task.work.cancel()
+        # As long as the journal can be written; else the next life finds and reports them.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOURNAL_RETRY_S):
+                await asyncio.gather(*(task.settled.wait() for task in running))
+
+    def start_loop_tasks(self) -> None:
+        """Go on after `let_loop_tasks_end`."""
+        kept, self._kept = self._kept or [], None
+        self._queue.extendleft(reversed(kept))
+        self._admit()
+
+    def _is_loop_task(self, task: LiveTask) -> bool:
+        with contextlib.suppress(RejectedError):
+            return isinstance(self._planner.plan(task.row.dispatch).plan, LoopPlan)
+        return False
+
     async def persist(self, write: Callable[[], Awaitable[T]]) -> T:
         """The result of a journal's write, tried again after each JournalError."""
         while True:
@@ -352,6 +420,9 @@ class Executor:
             task = self._queue[0]
             if task.phase is not Phase.QUEUED or task.ended.done():
                 self._queue.popleft()
+                continue
+            if self._kept is not None and self._is_loop_task(task):
+                self._kept.append(self._queue.popleft())
                 continue
             if not self._may_start(self._limits_of(task)):
                 return
@@ -423,6 +494,12 @@ class Executor:
             os.close(output_fd)
             return
         task.output = OutputPipe(output_fd, self._open_capture(task))
+
+    def _detach(self, task: LiveTask) -> None:
+        """Let go of the pipe of a slot in which nothing ran."""
+        if task.output is not None:
+            task.output.close()
+            task.output = None
 
     def _open_capture(self, task: LiveTask) -> Capture:
         if task.capture is None:

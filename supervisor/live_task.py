@@ -74,6 +74,7 @@ class LiveTask:
         settled: set when the outcome is journalled.
         recovered: it comes from an earlier life, so its output goes on where that one stopped.
         pid: its main process, once it has one.
+        unstarted: how often the spawner said that nothing of it ran.
     """
 
     row: Row
@@ -88,6 +89,7 @@ class LiveTask:
     planned: Planned | None = None
     recovered: bool = False
     pid: int = 0
+    unstarted: int = 0
 
     @property
     def seq(self) -> int:

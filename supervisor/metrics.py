@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,12 +24,14 @@ class Metrics(Collector):
         journal: Journal,
         reporter: Reporter,
         heartbeats: Mapping[str, Heartbeat],
+        slots_set_aside: Callable[[], int],
         max_concurrency: int,
     ) -> None:
         self._executor = executor
         self._journal = journal
         self._reporter = reporter
         self._heartbeats = heartbeats
+        self._slots_set_aside = slots_set_aside
         self._max_concurrency = max_concurrency
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -54,6 +56,7 @@ class Metrics(Collector):
                 int(bool(self._executor.pressure)),
             ),
             ("journal_writable", "1 while it can be written.", int(self._journal.fault is None)),
+            ("slots_set_aside", "Slots lost to what cannot be killed.", self._slots_set_aside()),
             ("undelivered_reports", "Terminal reports that are owed.", undelivered),
             ("undelivered_report_age_seconds", "Age of the oldest of them.", age_s),
         ):

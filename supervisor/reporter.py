@@ -142,6 +142,11 @@ class Reporter:
             return False
         return True
 
+    async def settle(self, deadline_s: float) -> None:
+        """Begin no further attempt and let those under way end; the rest is for a next life."""
+        settling = [channel.settle(deadline_s) for channel in self._channels.values()]
+        await asyncio.gather(*settling)
+
     async def close(self) -> None:
         """Stop at once; what is not delivered stays in the journal."""
         if self._feeder is not None:

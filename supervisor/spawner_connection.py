@@ -21,7 +21,11 @@ from stockade.sandbox.protocol import (
     Message,
     Prepared,
     Refused,
+    Renew,
+    Renewed,
+    SetAside,
     Started,
+    Unstarted,
     Welcome,
     decode,
     encode,
@@ -34,7 +38,7 @@ _PACKETS_AT_ONCE: Final = 32
 # sendmsg(2): these pass when the peer has taken descriptors in, or the host has memory again.
 _PAUSE_ERRORS: Final = (errno.ENOBUFS, errno.ETOOMANYREFS, errno.ENOMEM)
 
-_Told = Prepared | Started | Ended
+_Told = Prepared | Started | Ended | Unstarted
 
 
 class SpawnerListener(Protocol):
@@ -52,6 +56,9 @@ class SpawnerListener(Protocol):
 
     def task_ended(self, ended: Ended, output_fd: int | None) -> None: ...
 
+    def task_unstarted(self, seq: int) -> None:
+        """Nothing of the task ran, and the spawner knows it no more."""
+
 
 class SpawnerConnection:
     """One connected socket. Must be made in a running event loop."""
@@ -65,6 +72,8 @@ class SpawnerConnection:
         self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
         self._listed: asyncio.Future[tuple[Listed, list[int]]] | None = None
         self._list_lock = asyncio.Lock()
+        self._renewed: asyncio.Future[Renewed] | None = None
+        self.set_aside = SetAside(0, ())
         self.closed = asyncio.Event()
         # What comes between a List and the listener's taking it in would be seen out of order.
         self._held: list[tuple[_Told, int | None]] | None = []
@@ -93,6 +102,11 @@ class SpawnerConnection:
             finally:
                 self._listed = None
 
+    async def renew(self, tuning: str) -> Renewed:
+        self._renewed = self._loop.create_future()
+        self.send(Renew(tuning=tuning))
+        return await self._renewed
+
     def deliver_held(self) -> None:
         """Deliver what came so far, and from now on at once."""
         held, self._held = self._held or [], None
@@ -100,12 +114,15 @@ class SpawnerConnection:
             self._deliver(message, output_fd)
 
     def _deliver(self, message: _Told, output_fd: int | None) -> None:
-        if isinstance(message, Prepared):
-            self._listener.task_prepared(message, output_fd)
-        elif isinstance(message, Started):
-            self._listener.task_started(message, output_fd)
-        else:
-            self._listener.task_ended(message, output_fd)
+        match message:
+            case Prepared():
+                self._listener.task_prepared(message, output_fd)
+            case Started():
+                self._listener.task_started(message, output_fd)
+            case Ended():
+                self._listener.task_ended(message, output_fd)
+            case Unstarted():
+                self._listener.task_unstarted(message.seq)
 
     def _deliver_listed(self, listed: Listed, descriptors: list[int]) -> None:
         """A list that nobody asked for is the answer to the Start of a task known already."""
@@ -130,7 +147,7 @@ class SpawnerConnection:
         self._outgoing.clear()
         close_all([fd for _, fd in self._held or () if fd is not None])
         self._held = None
-        for waiter in (self.welcome, self._listed):
+        for waiter in (self.welcome, self._listed, self._renewed):
             if waiter is not None and not waiter.done():
                 waiter.set_exception(SpawnerLostError(f"lost the spawner: {reason}"))
                 # Who waits may have been cancelled meanwhile; then nobody reads the exception.
@@ -192,7 +209,7 @@ class SpawnerConnection:
 
     def _dispatch(self, message: Message, descriptors: list[int]) -> None:
         match message:
-            case Prepared() | Started() | Ended():
+            case Prepared() | Started() | Ended() | Unstarted():
                 if self._held is None:
                     self._deliver(message, _single(descriptors))
                 else:
@@ -209,6 +226,17 @@ class SpawnerConnection:
             case Refused():
                 close_all(descriptors)
                 self.close(message.reason)
+            case _:
+                self._note(message)
+                close_all(descriptors)
+
+    def _note(self, message: Message) -> None:
+        match message:
+            case Renewed():
+                if self._renewed is not None and not self._renewed.done():
+                    self._renewed.set_result(message)
+            case SetAside():
+                self.set_aside = message
             case _:
                 raise ProtocolError(f"cannot take {message.type} from a spawner")
 

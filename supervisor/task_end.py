@@ -70,11 +70,15 @@ async def _supervised(task: LiveTask, plan: LoopPlan, output: _Output, limits: L
             Status.TIMEOUT, ErrorCode.TIMEOUT, f"timeout: ran longer than {limit}",
         )  # fmt: skip
     except asyncio.CancelledError:
-        if not task.cancel_reason:
+        # Cancelled by whoever asked for its end, or knows it already.
+        told = task.ended.result() if task.ended.done() else None
+        if told is None and not task.cancel_reason:
             work.cancel()
             raise
         done = {work} if work.done() else set()
         status, code, reason = Status.CANCELLED, ErrorCode.CANCELLED, task.cancel_reason
+        if told is not None:
+            status, code, reason = told.status, told.error_code, told.reason
     if done:
         return _result(task, work)
     output.closed = True

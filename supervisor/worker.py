@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import signal
+import socket
 from pathlib import Path
 from typing import Final
 
@@ -19,18 +21,31 @@ import structlog
 import uvloop
 
 from stockade.platform import prctl
+from stockade.platform.errors import StockadeError
 from stockade.sandbox import capabilities, oom_score
+from stockade.sandbox.capabilities import HostCapabilities
+from stockade.sandbox.installed import fingerprint
 from stockade.sandbox.limits import Ceilings
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.start import start_spawner
+from stockade.supervisor import reload
 from stockade.supervisor.config import Config, Loaded, OnUnsupported, WorkerConfig
 from stockade.supervisor.control_socket import listen_control
 from stockade.supervisor.daemon import Daemon
+from stockade.supervisor.equipment import Equipment
 from stockade.supervisor.errors import ConfigError
 from stockade.supervisor.links.running import open_link_listeners, read_link_credentials
 from stockade.supervisor.logs import set_up_logs
-from stockade.supervisor.places import become, open_places, supervisor_user
+from stockade.supervisor.places import (
+    SupervisorUser,
+    WorkerPlaces,
+    become,
+    open_places,
+    supervisor_user,
+)
+from stockade.supervisor.reload import Handover
+from stockade.supervisor.slots import Wanted
 from stockade.supervisor.task_types.built_in import NAMES
 from stockade.supervisor.task_types.container import engine_settings
 from stockade.supervisor.task_types.door import load_classes
@@ -50,8 +65,12 @@ _NEEDED_LATER: Final = (
 )  # fmt: skip
 
 
-def run_worker(loaded: Loaded) -> int:
+def run_worker(loaded: Loaded, *, reloadable: bool = False) -> int:
     """Run the worker until it is told to stop. Returns the process's exit status.
+
+    Args:
+        loaded: the configuration.
+        reloadable: executing the process's own command line anew gives this worker again.
 
     Raises:
         ConfigError: the configuration, or what it names, cannot be used here.
@@ -59,13 +78,37 @@ def run_worker(loaded: Loaded) -> int:
     """
     config = loaded.config
     set_up_logs(config.worker.log_level.value)
+    handover = reload.receive(os.environ)
+    for module in _NEEDED_LATER:
+        importlib.import_module(module)
+    if handover is not None and handover.answer is not None:
+        return _rehearse(loaded, handover)
     for warning in loaded.warnings:
         log.warning(warning)
+    if handover is None:
+        equipment = _equip(loaded, reloadable=reloadable)
+    else:
+        equipment = _take_over(loaded, handover)
+    wanted = Wanted(
+        fingerprint(), _spawner_settings(loaded, supervisor_user(config.worker.user)).tuning
+    )
+    daemon = Daemon(config, equipment, wanted)
+    ended = uvloop.run(daemon.run())
+    if isinstance(ended, int):
+        return ended
+    return reload.re_execute(ended, stop_asked=lambda: daemon.stop_requests > 0)
+
+
+def _equip(loaded: Loaded, *, reloadable: bool) -> Equipment:
+    """Open all that takes the rights we started with, and give these up."""
+    # Until the daemon listens to it: the configuration was read just now.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    config = loaded.config
     user = supervisor_user(config.worker.user)
     if user.missing:
         log.warning("the supervisor stays root: no such user", user=user.missing)
-    view = view_of(loaded)
-    unavailable = check_host(config, view)
+    host = capabilities.probe(str(config.worker.state_dir))
+    unavailable = check_host(config, view_of(loaded), host)
     places = open_places(config.worker, user)
     listeners = open_link_listeners(config)
     credentials = read_link_credentials(config)
@@ -76,46 +119,84 @@ def run_worker(loaded: Loaded) -> int:
     prctl.set_child_subreaper()
     oom_score.protect_worker()
     as_root = os.geteuid() == 0
-    engine = engine_settings(config.task_container, os.environ.get("PATH", os.defpath))
-    spawner = start_spawner(
-        SpawnerSettings(
-            worker_id=config.worker.id,
-            runtime_dir=str(config.worker.runtime_dir),
-            state_dir=str(config.worker.state_dir),
-            supervisor_uid=user.uid,
-            supervisor_gid=user.gid,
-            uid_min=config.worker.uid_min,
-            uid_max=config.worker.uid_max,
-            profile=config.profile.name,
-            ceilings=ceilings(config.worker),
-            limits=config.limits,
-            view=view,
-            pool_min=config.worker.pool_min,
-            pool_max=config.worker.pool_max,
-            engine=engine,
-        )
-    )
+    spawner = start_spawner(_spawner_settings(loaded, user))
     log.info("spawner found" if spawner.found else "spawner started", socket=spawner.socket_path)
     control = listen_control(
         config.worker.runtime_dir, group=user.gid if as_root and user.changes else None
     )
-    for module in _NEEDED_LATER:
-        importlib.import_module(module)
-    # Before the user changes, as above: they may be installed where only root can look.
+    # Before the user changes: they may be installed where only root can look.
     door = load_classes(NAMES)
     if user.changes:
         become(user)
-    task_uids = range(config.worker.uid_min, config.worker.uid_max + 1) if as_root else None
-    daemon = Daemon(
-        config,
-        places,
-        Path(spawner.socket_path),
-        credentials,
-        task_uids=task_uids,
+    return Equipment(
+        places=places,
+        spawner_socket=Path(spawner.socket_path),
+        credentials=credentials,
+        as_root=as_root,
+        host=host,
         unavailable=unavailable,
         door=door,
+        listeners=listeners,
+        control=control,
+        reloadable=reloadable,
     )
-    return uvloop.run(daemon.run(listeners, control))
+
+
+def _take_over(loaded: Loaded, handover: Handover) -> Equipment:
+    """What the life before left open."""
+    config = loaded.config
+    return Equipment(
+        places=WorkerPlaces(config.worker.state_dir / "worker", handover.lock),
+        spawner_socket=Path(handover.spawner_socket),
+        credentials=read_link_credentials(config),
+        as_root=handover.as_root,
+        host=handover.host,
+        unavailable=check_host(config, view_of(loaded), handover.host),
+        door=load_classes(NAMES),
+        listeners={name: _sockets(handover.listeners.get(name, [])) for name in config.links},
+        control=socket.socket(fileno=handover.control),
+        connections={name: _sockets(fds) for name, fds in handover.connections.items()},
+        draining=handover.draining,
+        reloadable=True,
+    )
+
+
+def _sockets(fds: list[int]) -> list[socket.socket]:
+    return [socket.socket(fileno=fd) for fd in fds]
+
+
+def _rehearse(loaded: Loaded, handover: Handover) -> int:
+    """Find out all that could stop a take-over, and answer."""
+    try:
+        reload.check(handover, loaded.config)
+        check_host(loaded.config, view_of(loaded), handover.host)
+        read_link_credentials(loaded.config)
+        load_classes(NAMES)
+    except StockadeError as error:
+        reload.answer(handover, error)
+        return 1
+    reload.answer(handover, loaded.config)
+    return 0
+
+
+def _spawner_settings(loaded: Loaded, user: SupervisorUser) -> SpawnerSettings:
+    config = loaded.config
+    return SpawnerSettings(
+        worker_id=config.worker.id,
+        runtime_dir=str(config.worker.runtime_dir),
+        state_dir=str(config.worker.state_dir),
+        supervisor_uid=user.uid,
+        supervisor_gid=user.gid,
+        uid_min=config.worker.uid_min,
+        uid_max=config.worker.uid_max,
+        profile=config.profile.name,
+        ceilings=ceilings(config.worker),
+        limits=config.limits,
+        view=view_of(loaded),
+        pool_min=config.worker.pool_min,
+        pool_max=config.worker.pool_max,
+        engine=engine_settings(config.task_container, os.environ.get("PATH", os.defpath)),
+    )
 
 
 def ceilings(worker: WorkerConfig) -> Ceilings:
@@ -140,7 +221,7 @@ def view_of(loaded: Loaded) -> View:
     )
 
 
-def check_host(config: Config, view: View) -> dict[str, str]:
+def check_host(config: Config, view: View, host: HostCapabilities) -> dict[str, str]:
     """Say what this host cannot enforce; refuse to start with it unless degrading is allowed.
 
     Returns:
@@ -150,7 +231,6 @@ def check_host(config: Config, view: View) -> dict[str, str]:
     Raises:
         ConfigError: something is missing and ``on_unsupported`` is ``refuse``.
     """
-    host = capabilities.probe(str(config.worker.state_dir))
     missing = (
         *capabilities.missing(config.profile.name, config.limits, host, view),
         *capabilities.missing_ceilings(ceilings(config.worker), host),

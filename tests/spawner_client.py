@@ -233,6 +233,19 @@ class SpawnerClient:
         shutil.rmtree(self.home)
 
 
+def launchers(spawner: int) -> list[int]:
+    """The launchers that are the spawner's children, waiting or with a task."""
+    found = []
+    for pid in proc.children(spawner):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if file.read().startswith(b"stockade-launcher\0"):
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
 def reap(pid: int) -> bool:
     """Whether our child ``pid`` has ended; it is reaped then."""
     try:

@@ -54,6 +54,9 @@ class Listener:
         self._keep(started.seq, output_fd)
         self._note(f"started {started.seq}")
 
+    def task_unstarted(self, seq: int) -> None:
+        self._note(f"unstarted {seq}")
+
     def task_ended(self, ended: Ended, output_fd: int | None) -> None:
         self.ended[ended.seq] = ended
         self._keep(ended.seq, output_fd)

@@ -88,6 +88,7 @@ class WorkerProcess:
         lines: further lines for that section.
         profile: many tests look at what tasks write into the host's directories, so not private.
         environment: further variables of the worker.
+        command: the ``stockade`` to run.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class WorkerProcess:
         lines: str = "",
         profile: str = "process",
         environment: dict[str, str] | None = None,
+        command: tuple[str, ...] = STOCKADE,
     ) -> None:
+        self.command = command
         self.link = link
         self.place = make_place()
         self.id = f"test-{secrets.token_hex(6)}"
@@ -172,7 +175,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(
                 [
                     *self.before,
-                    *STOCKADE,
+                    *self.command,
                     "worker",
                     "--config",
                     str(self.place / "stockade.toml"),

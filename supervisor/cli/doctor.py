@@ -8,6 +8,7 @@ import os
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -18,7 +19,9 @@ from stockade.sandbox.capabilities import HostCapabilities, Missing
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.profiles import PROFILES, WHOLE_VIEW, Feature, Profile, needs
 from stockade.supervisor.admission import cpu_stall
+from stockade.supervisor.cli.control_client import ControlClient
 from stockade.supervisor.cli.ended import CommandEnded
+from stockade.supervisor.cli.operate import SocketOption, set_aside
 
 # Every limit set, so that whatever the host cannot enforce shows.
 _ALL: Final = Limits(
@@ -51,17 +54,38 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    socket: SocketOption = None,
 ) -> None:
-    """List what this host can enforce, what is missing and how to mend it."""
+    """List what this host can enforce, what is missing and how to mend it.
+
+    Of a worker that runs here also the slots that it has set aside.
+    """
     confined = _profile(profile, prove=prove)
     host = capabilities.probe(tempfile.gettempdir())
     missing = find_missing(host)
     if prove:
         _prove(confined, host, _as_json(host, missing) if as_json else None)
-    elif as_json:
-        print(json.dumps(_as_json(host, missing)))
-    else:
-        _print(host, missing)
+        return
+    worker = _worker(socket)
+    if as_json:
+        print(json.dumps({**_as_json(host, missing), "worker": worker}))
+        return
+    _print(host, missing)
+    if worker is not None:
+        found = set_aside(worker) if worker["slots_set_aside"] else "no slot is set aside"
+        print(f"\nworker {worker['worker_id']}: {found}")
+
+
+def _worker(socket: Path | None) -> dict[str, Any] | None:
+    """What a running worker says of its slots; None when none answers."""
+    try:
+        status = ControlClient(socket).get("/v1/status")
+    except StockadeError:
+        # Named by hand it must be there; else the host is looked at before a worker ever ran.
+        if socket is not None:
+            raise
+        return None
+    return {name: status[name] for name in ("worker_id", "slots_set_aside", "set_aside")}
 
 
 def find_missing(host: HostCapabilities) -> dict[Profile, tuple[Missing, ...]]:

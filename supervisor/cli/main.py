@@ -36,6 +36,7 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "logs": ("operate", "logs"),
     "cancel": ("operate", "cancel"),
     "drain": ("operate", "drain"),
+    "reload": ("operate", "reload"),
     "explain": ("operate", "explain"),
     "deadletters": ("deadletters", "app"),
     "top": ("top", "top"),

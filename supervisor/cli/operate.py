@@ -1,4 +1,4 @@
-"""``ps``, ``explain``, ``logs``, ``cancel``, ``drain``: look at and steer a running worker."""
+"""``ps``, ``explain``, ``logs``, ``cancel``, ``drain``, ``reload``: to steer a running worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -49,6 +49,14 @@ def ps(
         print(
             f"{status['undelivered_reports']} undelivered reports, "
             f"the oldest for {status['undelivered_age_s']:.0f} s",
+            file=sys.stderr,
+        )
+    if status["slots_set_aside"]:
+        print(set_aside(status), file=sys.stderr)
+    for elder in status["elders"]:
+        print(
+            f"spawner {elder['generation']} (pid {elder['pid']}) was renewed and still finishes "
+            f"{elder['tasks']} tasks",
             file=sys.stderr,
         )
     if status["draining"]:
@@ -125,6 +133,30 @@ def drain(
     client.post("/v1/drain", {})
     while wait and client.get("/v1/status")["unfinished_tasks"]:
         time.sleep(POLL_S)
+
+
+def reload(socket: SocketOption = None) -> None:
+    """Have the worker go on with the installed code and the current configuration.
+
+    No task notices and no dispatch is refused. Tasks of type http end first.
+    """
+    client = ControlClient(socket)
+    life = client.get("/v1/status")["life"]
+    error = client.post("/v1/reload", {})["error"]
+    while not error and client.get("/v1/status")["life"] == life:
+        time.sleep(POLL_S)
+        error = client.get("/v1/status")["reload_error"]
+    if error:
+        raise StockadeError(error)
+
+
+def set_aside(status: dict[str, Any]) -> str:
+    """One line for the slots of a worker that nothing can be done with."""
+    names = ", ".join(status["set_aside"][:8])
+    return (
+        f"{status['slots_set_aside']} slots are set aside, something in them could not be killed "
+        f"or removed: {names}"
+    )
 
 
 def _write(data: bytes) -> None:

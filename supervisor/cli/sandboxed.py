@@ -37,6 +37,7 @@ from stockade.sandbox.protocol import (
     Hello,
     Message,
     Refused,
+    Unstarted,
     Welcome,
     decode,
     encode,
@@ -207,6 +208,8 @@ def _follow(spawner: OwnSpawner, streams: Streams) -> Outcome:
                         pass
                 spawner.send(Acknowledge(seq=SEQ))
                 return message.outcome
+            if isinstance(message, Unstarted):
+                raise StockadeError("cannot run the command: its launcher was killed first")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def worker(
         typer.Option(help="What to do when this host cannot enforce all: refuse or degrade."),
     ] = None,
 ) -> None:
-    """Run the worker until it is stopped (SIGTERM drains, a second one hurries)."""
+    """Run the worker until it is stopped (SIGTERM drains, a second one hurries, SIGHUP reloads)."""
     loaded = load_config(
         config,
         {
@@ -52,7 +52,7 @@ def worker(
     # Late: the daemon's imports are no other command's business.
     from stockade.supervisor.worker import run_worker
 
-    raise CommandEnded(run_worker(loaded))
+    raise CommandEnded(run_worker(loaded, reloadable=True))
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Loaded:

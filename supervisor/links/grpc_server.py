@@ -49,6 +49,7 @@ BODY_TIMEOUT_S: Final = 30.0
 KEEPALIVE_S: Final = 60.0
 KEEPALIVE_ANSWER_S: Final = 20.0
 CLOSE_S: Final = 1.0
+HAND_OVER_S: Final = 2.0
 
 _CONFIGURATION: Final = Configuration(
     _keepalive_time=KEEPALIVE_S,
@@ -99,6 +100,21 @@ class GrpcServer:
         """Use this context for new connections."""
         assert self._listening is not None
         await self._listening.renew(tls)
+
+    async def take_over(self, connection: socket.socket) -> None:
+        """There are none to serve on; see ``hand_over``."""
+        connection.close()
+
+    async def hand_over(self) -> tuple[list[int], list[int]]:
+        """Serve no more, and leave the sockets listening; descriptors of them, and no connections.
+
+        What two ends know of an HTTP/2 connection cannot be handed over: peers are told to go to
+        another one, which the sockets' queue takes in.
+        """
+        listeners = [] if self._listening is None else self._listening.hand_over()
+        self._listening = None
+        await self.stop(HAND_OVER_S)
+        return listeners, []
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Take no new connection, let running calls end, close all."""

@@ -7,8 +7,10 @@ and the journal, and nothing else.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -47,6 +49,10 @@ STATUS_OF: Final = {
 # a connection that is just being closed, and a first dispatch that fails is never sent again.
 KEEPALIVE_S: Final = 300.0
 BODY_TIMEOUT_S: Final = 30.0
+
+HAND_OVER_S: Final = 2.0
+# How often to look whether the last requests are answered, when connections are handed over.
+_LET_GO_S: Final = 0.005
 
 _JSON: Final = {"Content-Type": "application/json"}
 _PROMETHEUS: Final = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -94,6 +100,30 @@ class HttpServer:
         self._listening = Listening(self._connections, sockets)
         await self._listening.renew(tls)
 
+    async def take_over(self, connection: socket.socket) -> None:
+        """Serve on a connection that ``hand_over`` gave."""
+        assert self._connections is not None
+        await asyncio.get_running_loop().connect_accepted_socket(self._connections, connection)
+
+    async def hand_over(self, grace_s: float = HAND_OVER_S) -> tuple[list[int], list[int]]:
+        """Serve no more, and close nothing: who takes over serves on as if nothing had happened.
+
+        Requests that have begun are answered first, for at most ``grace_s``; connections that have
+        one under way even then are left out, and so are those with TLS, whose keys are ours alone.
+
+        Returns:
+            Descriptors of the listening sockets, and of the connections. They are the caller's.
+        """
+        listeners = [] if self._listening is None else self._listening.hand_over()
+        self._listening = None
+        connections, self._connections = self._connections, None
+        if connections is None:
+            return listeners, []
+        end = time.monotonic() + grace_s
+        while not connections.let_go() and time.monotonic() < end:
+            await asyncio.sleep(_LET_GO_S)
+        return listeners, connections.released
+
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         """Use this context for new connections."""
         assert self._listening is not None
@@ -105,6 +135,8 @@ class HttpServer:
             self._listening.close()
             self._listening = None
         if self._connections is not None:
+            # First those without a request: shutdown would wait for one on each of them.
+            self._connections.pre_shutdown()
             await self._connections.shutdown(grace_s)
             self._connections = None
 
@@ -171,6 +203,15 @@ class _Connections(web.Server):
             keepalive_timeout=KEEPALIVE_S,
         )
         self.gate = PeerGate(access)
+        self.open: set[_Connection] = set()
+        self.released: list[int] = []
+
+    def let_go(self) -> bool:
+        """Stop reading from connections without a request under way; whether that was all."""
+        for connection in [each for each in self.open if each.is_idle]:
+            self.open.discard(connection)
+            connection.release(self.released)
+        return not self.open
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -205,13 +246,48 @@ class _Connection(web.RequestHandler):
     def __init__(self, connections: _Connections, **settings: Any) -> None:
         super().__init__(connections, **settings)
         self._connections = connections
+        self._is_answering = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the peer has sent nothing that it has no answer to, down to the last byte."""
+        return not (
+            self._is_answering
+            or self._messages
+            or self.transport is None
+            or self.transport.is_closing()
+            or self.transport.get_write_buffer_size()
+        )
+
+    def release(self, released: list[int]) -> None:
+        """Read no more, and add a descriptor of the connection, which stays open; see there."""
+        assert self.transport is not None
+        if self.transport.get_extra_info("ssl_object") is not None:
+            self.close()
+            return
+        self.transport.pause_reading()
+        released.append(os.dup(self.transport.get_extra_info("socket").fileno()))
+
+    def data_received(self, data: bytes) -> None:
+        self._is_answering = True
+        super().data_received(data)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        ended = await super().finish_response(request, resp, start_time)
+        # With a body that was not read to its end, what comes next is not a request.
+        self._is_answering = not request.content.is_eof()
+        return ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.refusal = self._connections.gate.refusal(transport)
         super().connection_made(transport)
+        self._connections.open.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self._connections.open.discard(self)
         if self.refusal is not None:
             self._connections.gate.closed()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -92,6 +93,12 @@ class Listening:
         ]
         for server in before:
             server.close()
+
+    def hand_over(self) -> list[int]:
+        """Accept nothing more, and leave the sockets listening; descriptors of them."""
+        listeners = [os.dup(listener.fileno()) for listener in self._sockets]
+        self.close()
+        return listeners
 
     def close(self) -> None:
         """Accept nothing more. Connections that there are stay."""

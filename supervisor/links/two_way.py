@@ -58,6 +58,16 @@ class LinkServer(Protocol):
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         """Use this context for new connections. None is refused, none is cut."""
 
+    async def take_over(self, connection: socket.socket) -> None:
+        """Serve on a connection that ``hand_over`` gave."""
+
+    async def hand_over(self) -> tuple[list[int], list[int]]:
+        """Answer what was asked, serve no more, and close nothing that can be served on.
+
+        Returns:
+            Descriptors of the listening sockets, and of connections; the caller's to close.
+        """
+
     async def stop(self) -> None:
         """Take no more requests, let running ones end, close all."""
 
@@ -114,13 +124,24 @@ class TwoWayLink:
         """Where it listens; None before ``start``, and when it only calls."""
         return self._bound
 
-    async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Serve on these listening sockets (see ``open_listeners``), and watch the certificates."""
+    async def start(
+        self, sockets: Sequence[socket.socket], connections: Sequence[socket.socket] = ()
+    ) -> None:
+        """Serve on these listening sockets (see ``open_listeners``), and watch the certificates.
+
+        Also on the connections that ``hand_over`` gave.
+        """
         if sockets:
             host, port = sockets[0].getsockname()[:2]
             self._bound = Address(host, port)
             await self._server.start(sockets, self._certificates.server)
+            for connection in connections:
+                await self._server.take_over(connection)
         self._watch = asyncio.create_task(self._certificates.watch(self._renewed))
+
+    async def hand_over(self) -> tuple[list[int], list[int]]:
+        """Serve no more, and close nothing that the next can go on with; see ``LinkServer``."""
+        return await self._server.hand_over()
 
     async def stop_listening(self) -> None:
         """Take no more requests. Messages to schedulers can still be sent."""
