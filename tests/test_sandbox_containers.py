@@ -506,7 +506,8 @@ def test_worker_without_an_engine_says_so(
 def test_engine_that_does_not_run_fails_its_tasks_alone(
     scheduler: RecordingScheduler, engine: EngineLab, make_worker: MakeWorker
 ) -> None:
-    extra = f'[task.container]\nengine = "{engine.client_program}"\nsocket = "{engine.place}/absent.sock"\n'
+    absent = f"{engine.place}/absent.sock"
+    extra = f'[task.container]\nengine = "{engine.client_program}"\nsocket = "{absent}"\n'
     worker = make_worker(extra=extra)
     report = run(scheduler, worker, "t", "true")
     assert code(report) == ("failed", "spawn_failed", None)
