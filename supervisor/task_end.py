@@ -36,6 +36,11 @@ async def run_in_loop(task: LiveTask, plan: LoopPlan, capture: Capture, limits: 
     task.work = asyncio.ensure_future(_supervised(task, plan, output, limits))
     try:
         outcome = await task.work
+    except asyncio.CancelledError:
+        if not task.cancel_reason:
+            raise
+        # Before its first step, so nothing of it ran.
+        outcome = Outcome(Status.CANCELLED, ErrorCode.CANCELLED, reason=task.cancel_reason)
     finally:
         output.closed = True
     return dataclasses.replace(

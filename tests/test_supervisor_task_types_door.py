@@ -303,6 +303,32 @@ def test_run_that_ignores_its_cancel_is_left_behind(lab: ExecutorLab) -> None:
     assert "did not stop when asked" in outcomes[0].reason
 
 
+def test_cancel_at_the_very_start_of_a_run_ends_it(lab: ExecutorLab) -> None:
+    async def body(life: Life) -> None:
+        ran: list[str] = []
+
+        async def run(write: Any) -> Outcome:
+            ran.append("ran")
+            await asyncio.sleep(60)
+            return Outcome(Status.SUCCESS)
+
+        life.types["runs"] = Runs(run)
+        told = life.reporter.running
+
+        def cancel_at_once(row: Any) -> None:
+            told(row)
+            # In the turn of the loop in which the coroutine was made: it has not begun.
+            (task,) = life.executor.find("t")
+            asyncio.get_running_loop().call_soon(life.executor.cancel, task, "cancelled")
+
+        life.reporter.running = cancel_at_once  # type: ignore[method-assign]
+        await life.dispatch("t", "", task_type="runs")
+        assert (await life.reporter.outcome("t")).status is Status.CANCELLED
+        assert ran == []
+
+    lab.live(body)
+
+
 def test_unknown_type_is_accepted_and_reported_failed_at_once(lab: ExecutorLab) -> None:
     async def body(life: Life) -> None:
         for name in ("perl", "", "../shell", "x" * 10_000):
