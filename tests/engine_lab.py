@@ -69,6 +69,8 @@ class EngineLab(abc.ABC):
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, **environment},
+                # Podman's conmon leaves a file where it was started.
+                cwd=self.place,
             )  # fmt: skip
 
     def start(self) -> None:
@@ -128,6 +130,18 @@ class EngineLab(abc.ABC):
     def inspect(self, name: str) -> dict[str, Any]:
         (found,) = json.loads(self.call("container", "inspect", name).stdout)
         return dict(found)
+
+    def tells_oom(self) -> bool:
+        """Whether its inspect tells of an OOM kill here; Podman's does not on cgroup v1."""
+        self.call(
+            "run", "--name=oom", "--network=none", "--memory=32m", "--memory-swap=32m", IMAGE,
+            "dd", "if=/dev/zero", "of=/dev/null", "bs=200M", "count=1",
+        )  # fmt: skip
+        end = time.monotonic() + 3
+        while not (told := self.inspect("oom")["State"]["OOMKilled"]) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.call("rm", "--force", "oom")
+        return bool(told)
 
     def kill(self) -> None:
         """SIGKILL of the engine alone; its containers live on."""

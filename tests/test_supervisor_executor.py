@@ -279,13 +279,22 @@ def test_lowered_wishes_are_told_in_the_reason(lab: ExecutorLab) -> None:
     lab.live(body)
 
 
+async def hung_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the client has, or the loop ends."""
+    try:
+        await reader.read()
+    finally:
+        writer.transport.abort()
+        # One turn of the loop closes the socket.
+        await asyncio.sleep(0)
+
+
 def test_http_task_is_worker_lost_after_a_crash_and_not_asked_again(lab: ExecutorLab) -> None:
     asked = []
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"\r\n\r\n"))
-        await reader.read()
-        writer.close()
+        await hung_up(reader, writer)
 
     async def first(life: Life) -> None:
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
@@ -312,8 +321,7 @@ def test_http_task_ends_at_its_deadline_and_on_cancel(
 ) -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\npart")
-        await reader.read()
-        writer.close()
+        await hung_up(reader, writer)
 
     async def body(life: Life) -> None:
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
