@@ -118,6 +118,15 @@ def set_name(name: str) -> None:
         prctl.set_name(name.encode()[:15].decode(errors="ignore"))
 
 
+def empty_bounding_set() -> None:
+    """No execve can bring a capability any more, not even as root; those in force stay.
+
+    Raises:
+        SyscallError: EPERM without CAP_SETPCAP.
+    """
+    _limit_bounding_set(0)
+
+
 def drop_capabilities(keep: frozenset[str]) -> None:
     """Of the permitted capabilities only those in ``keep`` stay, and those become effective.
 
@@ -138,10 +147,7 @@ def drop_capabilities(keep: frozenset[str]) -> None:
         raise ValueError(f"cannot keep capability {error}: its name is unknown") from error
     sets = _own_sets()
     # First: it needs CAP_SETPCAP, which the steps below may drop.
-    for number in range(sets["CapBnd"].bit_length()):
-        if sets["CapBnd"] >> number & 1 and not wanted >> number & 1:
-            with translated("prctl", "PR_CAPBSET_DROP", number):
-                prctl.capbset_drop(number)
+    _limit_bounding_set(wanted)
     _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     # capset itself and not python-prctl: its lists end at the newest capability of its build host,
     # and one that the running kernel added since would stay.
@@ -151,6 +157,14 @@ def drop_capabilities(keep: frozenset[str]) -> None:
         word.permitted = word.effective = left >> 32 * half & 0xFFFFFFFF
     header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
     _libc.capset(ctypes.byref(header), data)
+
+
+def _limit_bounding_set(wanted: int) -> None:
+    bounding = _own_sets()["CapBnd"]
+    for number in range(bounding.bit_length()):
+        if bounding >> number & 1 and not wanted >> number & 1:
+            with translated("prctl", "PR_CAPBSET_DROP", number):
+                prctl.capbset_drop(number)
 
 
 def effective_capabilities() -> frozenset[str]:

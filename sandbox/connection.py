@@ -41,6 +41,11 @@ class Connection:
         self.is_open = True
         loop.watch(sock.fileno(), select.EPOLLIN, self._ready)
 
+    @property
+    def peer_pid(self) -> int:
+        """Who connected; the process may be another program by now."""
+        return sockets.peer_credentials(self._socket)[0]
+
     def send(self, message: protocol.Message, fds: Sequence[int] = ()) -> None:
         """Sends now or later; copies ``fds``, which stay the caller's."""
         if not self.is_open:

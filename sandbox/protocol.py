@@ -14,6 +14,7 @@ The supervisor speaks first: Hello, answered by Welcome or Refused. Then, in any
     Finish ()                                 (nothing: the spawner ends when nothing is left)
     Renew (tuning)                            Renewed
                                               SetAside, after Welcome and when it grows
+    Job ()                                    JobTold
 
 One supervisor at a time: a second connection that says Hello replaces the first. Whatever the
 supervisor did not acknowledge is told again after the next Hello, on request by List.
@@ -313,6 +314,27 @@ class SetAside(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Job(_Fields):
+    """Tell what the service manager is about to do with the service that the supervisor is."""
+
+    type: ClassVar[str] = "job"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobTold(_Fields):
+    """The answer to Job.
+
+    Attributes:
+        kind: systemd's word, such as ``stop`` or ``restart``; empty when there is no job.
+        error: why that cannot be known; empty when it is.
+    """
+
+    type: ClassVar[str] = "job_told"
+    kind: str
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Refused(_Fields):
     """The spawner cannot do what the last message asked; the connection is closed after it."""
 
@@ -336,6 +358,8 @@ Message = (
     | Renew
     | Renewed
     | SetAside
+    | Job
+    | JobTold
     | Refused
 )
 
@@ -343,7 +367,8 @@ _TYPES: Final[dict[str, type[Message]]] = {
     message.type: message
     for message in (
         Hello, Welcome, Start, Prepared, Started, Ended, Unstarted, Cancel, Acknowledge, List,
-        Listed, Finish, Renew, Renewed, SetAside, Refused,
+        Listed, Finish, Renew, Renewed, SetAside, Job,
+        JobTold, Refused,
     )
 }  # fmt: skip
 

@@ -80,6 +80,7 @@ PTRACE_ATTACH: Final = 16
 PTRACE_SEIZE: Final = 0x4206
 PERSONALITY_QUERY: Final = 0xFFFFFFFF
 NETLINK_ROUTE: Final = 0
+NETLINK_SOCK_DIAG: Final = 4
 SOCK_TYPE_MASK: Final = 0xF
 SOCK_RAW: Final = 3
 SOCK_PACKET: Final = 10  # with AF_INET the kernel takes it for AF_PACKET
@@ -103,6 +104,17 @@ def basic() -> Policy:
 
 def sealed() -> Policy:
     """The policy of the profile ``sealed``."""
+    return _strict(())
+
+
+def supervisor() -> Policy:
+    """The supervisor's own: a sealed task's, and it asks the kernel whose a connection is."""
+    netlink = _int(0, Is.EQUAL, socket.AF_NETLINK)
+    diagnosis = Rule("socket", ALLOW, (netlink, _int(2, Is.EQUAL, NETLINK_SOCK_DIAG)))
+    return _strict((diagnosis,))
+
+
+def _strict(before: tuple[Rule, ...]) -> Policy:
     rules = [Rule(call, _DENY) for calls in FORBIDDEN.values() for call in calls]
     rules += [
         Rule("clone3", _ABSENT),
@@ -114,6 +126,7 @@ def sealed() -> Policy:
         Rule("personality", ALLOW, (_int(0, Is.EQUAL, 0),)),
         Rule("personality", ALLOW, (_int(0, Is.EQUAL, PERSONALITY_QUERY),)),
         Rule("personality", _DENY),
+        *before,
         *_sockets(),
     ]
     return Policy(tuple(rules), default=ALLOW, unknown=_ABSENT)

@@ -43,6 +43,7 @@ from stockade.sandbox.pool import Pool
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord, StartedLine
 from stockade.sandbox.renewal import Renewal
+from stockade.sandbox.service_job import ServiceJobs
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.slot import Slot, SlotMaker
 from stockade.sandbox.starting import Request, Starter, read_request
@@ -135,6 +136,7 @@ class Spawner:
                 hidden=(settings.state_dir, settings.runtime_dir), in_use=self._containers_in_use,
                 private_network=settings.view.private_network,
             )  # fmt: skip
+        self._service_jobs = ServiceJobs(self.loop, self.children)
         self._standby = standby.Standby(self.loop, self.children, settings, generation)
         self._connection: Connection | None = None
         self._listener: socket.socket | None = None
@@ -273,6 +275,8 @@ class Spawner:
                     self._forget(task)
             case protocol.List():
                 self._list(message.after)
+            case protocol.Job():
+                self._tell_job()
             case protocol.Finish():
                 self._finishing = True
                 self._check_idle()
@@ -280,6 +284,11 @@ class Spawner:
                 self._renew(message.tuning)
             case _:
                 raise ProtocolError(f"cannot take {message.type} from a supervisor")
+
+    def _tell_job(self) -> None:
+        connection = self._connection
+        assert connection is not None, "whoever asks is connected"
+        self._service_jobs.ask(connection.peer_pid, connection.send)
 
     def _cancel(self, seq: int) -> None:
         task, attempt = self.tasks.get(seq), self._attempts.get(seq)

@@ -69,6 +69,15 @@ class Manager:
         table = dict(line.split("=", 1) for line in found.stdout.splitlines() if "=" in line)
         return table.get("ActiveState", "inactive"), table.get("ControlGroup", "")
 
+    def job_command(self, program: str, unit: str) -> list[str]:
+        """What prints the jobs of a unit; `job_in` reads it.
+
+        Args:
+            program: systemctl's path.
+            unit: its name.
+        """
+        return [program, *self._scope_of(), "--no-legend", "--no-pager", "list-jobs", "--", unit]
+
     def service_of(self, group: str) -> str | None:
         """The service of this systemd that a group (its path) belongs to; None for a login, say."""
         services = [name for name in group.split("/") if name.endswith(".service")]
@@ -79,6 +88,16 @@ class Manager:
 
     def _scope_of(self) -> list[str]:
         return [] if self.runtime_dir is None else ["--user"]
+
+
+def job_in(listed: str, unit: str) -> str:
+    """The type of a unit's job, such as ``stop`` or ``restart``, by list-jobs; empty for none."""
+    for line in listed.splitlines():
+        # The job's number, unit, type and state.
+        words = line.split()
+        if len(words) >= 3 and words[1] == unit:
+            return words[2]
+    return ""
 
 
 def is_running() -> bool:

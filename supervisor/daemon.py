@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import structlog
@@ -35,6 +35,7 @@ from stockade.supervisor.planning import Planner
 from stockade.supervisor.reload import Handover
 from stockade.supervisor.reloader import Reloader
 from stockade.supervisor.reporter import Reporter
+from stockade.supervisor.service import Service
 from stockade.supervisor.slots import SpawnerClient, Wanted
 from stockade.supervisor.sweeper import sweep_for_ever
 from stockade.supervisor.task_end import LEFT_BEHIND
@@ -46,6 +47,12 @@ log = structlog.get_logger(__name__)
 # Both the spawner and its standby are gone: the service manager starts the worker anew, as root.
 EXIT_NO_SPAWNER: Final = 75
 FLUSH_S: Final = 5.0
+# systemd's answer, over the spawner; without one it is taken for a stop, which leaves nothing.
+JOB_S: Final = 15.0
+# The jobs of systemd after which the service runs again; the others stop it.
+RESTARTS: Final = frozenset({"restart", "try-restart"})
+# The spawner's end: slots that wait, its standby, its groups.
+SPAWNER_END_S: Final = 20.0
 # Beyond a task's own grace: the spawner's kill, its bounded wait for the dead, and the journal.
 STOP_MARGIN_S: Final = 20.0
 
@@ -72,6 +79,7 @@ class Daemon:
             is_stopping=lambda: self.stop_requests > 0,
             begin=self._asked.set,
         )
+        self._service = Service(os.environ)
 
     async def run(self) -> int | Handover:
         """Serve until it is time to end, with this exit status, or to become the next life."""
@@ -196,23 +204,45 @@ class Daemon:
             bound = {name: str(link.bound) for name, link in running.items() if link.bound}
             if equipment.draining:
                 drain()
+            _background(stack, self._service.serve(lambda: self._summary(executor, reporter)))
             log.info("ready", listen=bound, worker_id=config.worker.id)
             reloads = await self._serve(executor, connection)
             if reloads is None:
                 return EXIT_NO_SPAWNER
             if reloads:
+                self._service.reloading()
                 return await self._reloader.hand_over(
                     executor, reporter, links=running, control=control, client=client
                 )
-            drain()
-            await self._let_tasks_end(executor, connection)
-            for link in running.values():
-                await link.stop_listening()
-            if not await reporter.flush(FLUSH_S):
-                log.warning("reports are left for the next start", count=reporter.undelivered()[0])
-            client.finish()
+            await self._stop(
+                executor, reporter, running, client=client, connection=connection, drain=drain
+            )
         log.info("stopped")
         return 0
+
+    async def _stop(
+        self,
+        executor: Executor,
+        reporter: Reporter,
+        links: Mapping[str, TwoWayLink],
+        *,
+        client: SpawnerClient,
+        connection: asyncio.Task[None],
+        drain: Callable[[], None],
+    ) -> None:
+        """The end that was asked for: a drain, or, when we run again at once, no more than we."""
+        self._service.stopping()
+        restarted = await self._is_restarted(client)
+        if restarted:
+            log.info("tasks are left to the spawner: restart", tasks=len(executor.tasks))
+            # Those of the loop would end with it.
+            await executor.let_loop_tasks_end(self._config.worker.drain_timeout)
+        else:
+            drain()
+            await self._let_tasks_end(executor, connection)
+        await self._stop_serving(links, reporter)
+        if not restarted:
+            await self._end_spawner(client)
 
     async def _serve(self, executor: Executor, connection: asyncio.Task[None]) -> bool | None:
         """Until the worker is to stop (False) or to reload; None when no spawner is left."""
@@ -226,6 +256,43 @@ class Daemon:
                 if may_go_on or may_go_on is None:
                     return may_go_on
         return False
+
+    async def _stop_serving(self, links: Mapping[str, TwoWayLink], reporter: Reporter) -> None:
+        for link in links.values():
+            await link.stop_listening()
+        if not await reporter.flush(FLUSH_S):
+            log.warning("reports are left for the next start", count=reporter.undelivered()[0])
+
+    async def _end_spawner(self, client: SpawnerClient) -> None:
+        client.finish()
+        if not await client.ended(SPAWNER_END_S):
+            log.warning("the spawner has not ended yet")
+
+    async def _is_restarted(self, client: SpawnerClient) -> bool:
+        """Whether the service manager starts us again at once, so that tasks need not end."""
+        if not self._service.exists:
+            return False
+        try:
+            async with asyncio.timeout(JOB_S):
+                told = await client.service_job()
+        except (SpawnerLostError, TimeoutError) as error:
+            log.warning("cannot find out why the service ends", reason=str(error) or "no answer")
+            return False
+        if told.error:
+            log.warning("cannot find out why the service ends", reason=told.error)
+        return told.kind in RESTARTS
+
+    def _summary(self, executor: Executor, reporter: Reporter) -> str:
+        """The service's status text."""
+        running = executor.load().running_tasks
+        text = (
+            f"{running} running, {executor.waiting} queued, {reporter.undelivered()[0]} undelivered"
+        )
+        if self.stop_requests:
+            return f"stopping: {text}"
+        if executor.draining:
+            return f"draining: {text}"
+        return f"{text}; nothing is started: {executor.pressure}" if executor.pressure else text
 
     def _planner(self) -> Planner:
         config = self._config

@@ -22,6 +22,7 @@ from stockade.sandbox.protocol import (
     Cancel,
     Finish,
     Hello,
+    JobTold,
     ListedTask,
     Message,
     SetAside,
@@ -201,6 +202,26 @@ class SpawnerClient:
             connection.close(reason)
         self._connection = None
         self.elders = []
+
+    async def ended(self, timeout_s: float) -> bool:
+        """Whether, told to finish, the spawner has ended within that time, and all that it made."""
+        connection = self._connection
+        if connection is None:
+            return False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.closed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def service_job(self) -> JobTold:
+        """What the service manager is about to do with us.
+
+        Raises:
+            SpawnerLostError: there is no connection, or it was lost meanwhile.
+        """
+        return await self._require().job()
 
     async def list_tasks(self) -> list[tuple[ListedTask, int | None]]:
         """Every task that a spawner knows, each with its output pipe where it has one.

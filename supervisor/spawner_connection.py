@@ -16,6 +16,8 @@ from stockade.sandbox.protocol import (
     MAX_DESCRIPTORS,
     MAX_MESSAGE_BYTES,
     Ended,
+    Job,
+    JobTold,
     List,
     Listed,
     Message,
@@ -74,6 +76,7 @@ class SpawnerConnection:
         self._list_lock = asyncio.Lock()
         self._renewed: asyncio.Future[Renewed] | None = None
         self.set_aside = SetAside(0, ())
+        self._job: asyncio.Future[JobTold] | None = None
         self.closed = asyncio.Event()
         # What comes between a List and the listener's taking it in would be seen out of order.
         self._held: list[tuple[_Told, int | None]] | None = []
@@ -106,6 +109,11 @@ class SpawnerConnection:
         self._renewed = self._loop.create_future()
         self.send(Renew(tuning=tuning))
         return await self._renewed
+
+    async def job(self) -> JobTold:
+        self._job = self._loop.create_future()
+        self.send(Job())
+        return await self._job
 
     def deliver_held(self) -> None:
         """Deliver what came so far, and from now on at once."""
@@ -147,7 +155,7 @@ class SpawnerConnection:
         self._outgoing.clear()
         close_all([fd for _, fd in self._held or () if fd is not None])
         self._held = None
-        for waiter in (self.welcome, self._listed, self._renewed):
+        for waiter in (self.welcome, self._listed, self._renewed, self._job):
             if waiter is not None and not waiter.done():
                 waiter.set_exception(SpawnerLostError(f"lost the spawner: {reason}"))
                 # Who waits may have been cancelled meanwhile; then nobody reads the exception.
@@ -232,6 +240,9 @@ class SpawnerConnection:
 
     def _note(self, message: Message) -> None:
         match message:
+            case JobTold():
+                if self._job is not None and not self._job.done():
+                    self._job.set_result(message)
             case Renewed():
                 if self._renewed is not None and not self._renewed.done():
                     self._renewed.set_result(message)

@@ -9,6 +9,7 @@ Nothing forks after the event loop has started: the spawner makes the tasks' pro
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import resource
@@ -22,7 +23,7 @@ import uvloop
 
 from stockade.platform import prctl
 from stockade.platform.errors import StockadeError
-from stockade.sandbox import capabilities, oom_score
+from stockade.sandbox import capabilities, oom_score, supervisor_confinement
 from stockade.sandbox.capabilities import HostCapabilities
 from stockade.sandbox.installed import fingerprint
 from stockade.sandbox.limits import Ceilings
@@ -77,6 +78,8 @@ def run_worker(loaded: Loaded, *, reloadable: bool = False) -> int:
         StockadeError: the worker cannot start.
     """
     config = loaded.config
+    # A watchdog ends a loop that hangs with SIGABRT: then the log tells where it hung.
+    faulthandler.enable()
     set_up_logs(config.worker.log_level.value)
     handover = reload.receive(os.environ)
     for module in _NEEDED_LATER:
@@ -127,7 +130,9 @@ def _equip(loaded: Loaded, *, reloadable: bool) -> Equipment:
     # Before the user changes: they may be installed where only root can look.
     door = load_classes(NAMES)
     if user.changes:
+        supervisor_confinement.give_up_capabilities()
         become(user)
+    supervisor_confinement.confine()
     return Equipment(
         places=places,
         spawner_socket=Path(spawner.socket_path),

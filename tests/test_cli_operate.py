@@ -112,6 +112,21 @@ def test_drain_reports_full_load_and_wait_returns_when_nothing_is_left(
     assert scheduler.terminal_report("t")["status"] == "success"
 
 
+def test_drain_that_takes_too_long_says_so_by_its_exit_status(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="sleep 3000")
+    ended = stockade("drain", "--wait", "--timeout", "200ms", worker=worker)
+    assert ended.returncode == 75
+    assert "1 tasks have not ended within 200ms" in ended.stderr
+    assert worker.status()["draining"]
+    stockade("cancel", "t", worker=worker)
+    assert stockade("drain", "--wait", "--timeout", "infinity", worker=worker).returncode == 0
+    ended = stockade("drain", "--timeout", "soon", worker=worker)
+    assert ended.returncode == 2
+    assert "is not a time" in ended.stderr
+
+
 REFUSE_AT_ONCE = '[report]\nrefused_tries = 2\nrefused_period = "10ms"'
 
 

@@ -177,3 +177,15 @@ os._exit(0)
 def test_a_number_that_is_no_signal_is_refused():
     with pytest.raises(ValueError, match="signal"):
         prctl.set_parent_death_signal(1000)
+
+
+@needs_root
+def test_an_empty_bounding_set_takes_nothing_now_and_all_at_the_next_exec():
+    printed = run_python("""
+before = sets()
+prctl.empty_bounding_set()
+assert sets()["Bnd"] == 0
+assert sets()["Eff"] == before["Eff"]
+os.execv("/bin/grep", ["grep", "CapEff", "/proc/self/status"])
+""")
+    assert int(printed.split()[1], 16) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stockade.sandbox.systemd import Manager
+from stockade.sandbox.systemd import Manager, job_in
 
 SYSTEM, USER = Manager(None), Manager("/run/user/1000")
 
@@ -44,3 +44,25 @@ def test_a_user_asks_his_own_systemd() -> None:
     assert "--user" in command
     assert not any(word.startswith(("--unit", "Before")) for word in command)
     assert USER.environment() == {"XDG_RUNTIME_DIR": "/run/user/1000"}
+
+
+LISTED = """  2 stockade.service      restart running
+ 71 stockade.service.old  stop    waiting
+ 72 other.service         start   waiting
+"""
+
+
+@pytest.mark.parametrize(
+    ("unit", "kind"),
+    [("stockade.service", "restart"), ("other.service", "start"), ("absent.service", "")],
+)
+def test_the_job_of_a_unit_is_told_by_its_own_line(unit: str, kind: str) -> None:
+    assert job_in(LISTED, unit) == kind
+    assert job_in("No jobs listed.\n", unit) == ""
+
+
+def test_jobs_are_asked_of_the_systemd_that_has_the_service() -> None:
+    command = USER.job_command("/usr/bin/systemctl", "s.service")
+    assert command[:2] == ["/usr/bin/systemctl", "--user"]
+    assert command[-1] == "s.service"
+    assert "--user" not in SYSTEM.job_command("/usr/bin/systemctl", "s.service")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
+import typer.completion
 
 from stockade.platform.errors import StockadeError
 from stockade.supervisor.cli.ended import CommandEnded
@@ -24,9 +25,11 @@ EXIT_CONFIG: Final = 78
 # What `run` ends with when Stockade itself failed, whatever the kind.
 EXIT_RUN: Final = 125
 
+# What the shells' completion files set.
+_COMPLETION: Final = "_STOCKADE_COMPLETE"
 _PACKAGE: Final = "stockade.supervisor.cli"
 # Command name -> module and the attribute that is the command: a function, or an app of its own.
-_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "run": ("run", "run"),
     "worker": ("worker", "worker"),
     "dev": ("dev", "dev"),
@@ -60,7 +63,7 @@ def build_app(names: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module, attribute = _COMMANDS[name]
+        module, attribute = COMMANDS[name]
         command = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
@@ -95,10 +98,13 @@ def main() -> None:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit status."""
-    name = arguments[0] if arguments and arguments[0] in _COMMANDS else None
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
     is_run = name == "run"
+    if _COMPLETION in os.environ:
+        # The shells' files, and what they ask while a line is typed.
+        typer.completion.completion_init()  # type: ignore[attr-defined]
     try:
-        app = build_app([name] if name else list(_COMMANDS))
+        app = build_app([name] if name else list(COMMANDS))
         app(args=arguments, prog_name="stockade")
     except CommandEnded as ended:
         return ended.status

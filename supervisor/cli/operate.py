@@ -15,8 +15,11 @@ from stockade.platform.errors import StockadeError
 from stockade.supervisor.cli.control_client import ControlClient
 from stockade.supervisor.cli.ended import CommandEnded
 from stockade.supervisor.cli.task_table import aligned, clock, printable, task_table
+from stockade.supervisor.quantities import parse_seconds
 
 POLL_S: Final = 0.2
+# sysexits.h EX_TEMPFAIL: asking again later may do.
+EXIT_TASKS_LEFT: Final = 75
 
 SocketOption = Annotated[
     Path | None,
@@ -126,12 +129,28 @@ def cancel(
 def drain(
     *,
     wait: Annotated[bool, typer.Option("--wait", help="Return when no task is left.")] = False,
+    timeout: Annotated[
+        str | None,
+        typer.Option("--timeout", help="With --wait: wait no longer than this, such as 10min."),
+    ] = None,
     socket: SocketOption = None,
 ) -> None:
-    """Have the scheduler send nothing more; what runs, and what still arrives, ends normally."""
+    """Have the scheduler send nothing more; what runs, and what still arrives, ends normally.
+
+    The exit status is 0 when that is so, with --wait when no task is left; 75 when --timeout has
+    passed before; 1 when no worker answers, or none any more.
+    """
+    try:
+        timeout_s = None if timeout is None else parse_seconds(timeout)
+    except ValueError as error:
+        raise typer.BadParameter(f"--timeout: {error}") from error
     client = ControlClient(socket)
     client.post("/v1/drain", {})
-    while wait and client.get("/v1/status")["unfinished_tasks"]:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while wait and (left := client.get("/v1/status")["unfinished_tasks"]):
+        if deadline is not None and time.monotonic() >= deadline:
+            print(f"stockade: {left} tasks have not ended within {timeout}", file=sys.stderr)
+            raise CommandEnded(EXIT_TASKS_LEFT)
         time.sleep(POLL_S)
 
 
