@@ -14,6 +14,8 @@ from stockade.supervisor.errors import ConfigError
 
 NAME: Final = "stockade"
 FILE_NAME: Final = "stockade.toml"
+# Set by a worker for its next life: who the first one was started by, whoever it has become.
+STARTED_BY: Final = "_STOCKADE_STARTED_BY"
 
 
 def default_file(environ: Mapping[str, str], *, uid: int | None = None) -> Path | None:
@@ -21,15 +23,15 @@ def default_file(environ: Mapping[str, str], *, uid: int | None = None) -> Path 
 
     Args:
         environ: the environment, for XDG_CONFIG_HOME and HOME.
-        uid: whose; the process's effective uid when None.
+        uid: whose; when None the process's, or who started the first life of this worker.
 
     Raises:
         ConfigError: whether it exists cannot be found out.
     """
-    if _uid(uid) == 0:
+    if _uid(uid, environ) == 0:
         path = Path("/etc") / NAME / FILE_NAME
     else:
-        base = _base_directory(environ, "XDG_CONFIG_HOME", ".config", _uid(uid))
+        base = _base_directory(environ, "XDG_CONFIG_HOME", ".config", _uid(uid, environ))
         if base is None:
             return None
         path = base / NAME / FILE_NAME
@@ -54,7 +56,7 @@ def host_defaults(
     They are called only for keys that are set nowhere, so a host without a home directory, say,
     does not matter to a configuration that names its directories.
     """
-    user = _uid(uid)
+    user = _uid(uid, environ)
     return {
         "worker.id": _worker_id,
         "worker.state_dir": lambda: _state_dir(environ, user),
@@ -64,8 +66,8 @@ def host_defaults(
     }
 
 
-def _uid(uid: int | None) -> int:
-    return os.geteuid() if uid is None else uid
+def _uid(uid: int | None, environ: Mapping[str, str]) -> int:
+    return int(environ.get(STARTED_BY, os.geteuid())) if uid is None else uid
 
 
 def _worker_id() -> str:

@@ -25,6 +25,7 @@ from stockade.platform.errors import StockadeError
 from stockade.sandbox.capabilities import HostCapabilities
 from stockade.sandbox.protocol import PROTOCOL_VERSION
 from stockade.supervisor.config import Config
+from stockade.supervisor.config_defaults import STARTED_BY
 from stockade.supervisor.errors import ConfigError
 from stockade.supervisor.journal_file import SCHEMA_VERSION
 
@@ -245,7 +246,8 @@ def _spawn(handover: Handover, said: int) -> int:
 def _environment(handover: Handover) -> dict[str, str]:
     fd = memfd.sealed_memfd("stockade-handover", msgspec.json.encode(handover))
     os.set_inheritable(fd, True)
-    return {**os.environ, VARIABLE: str(fd)}
+    started_by = 0 if handover.as_root else os.getuid()
+    return {**os.environ, VARIABLE: str(fd), STARTED_BY: str(started_by)}
 
 
 def _last_words(said: int) -> str:
