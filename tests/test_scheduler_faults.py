@@ -318,7 +318,8 @@ def test_dead_scheduler_leaves_the_well_one_all_its_speed(
     assert delivered == {f"dead{number}" for number in range(60)}
 
 
-BACKLOG = 100_000
+# STOCKADE_TEST_BACKLOG=100000 for as many as an outage of hours leaves.
+BACKLOG = int(os.environ.get("STOCKADE_TEST_BACKLOG", "10000"))
 
 
 def owe_reports(journal: Path, count: int, scheduler: str) -> None:
@@ -347,7 +348,7 @@ def resident_bytes(worker: WorkerProcess) -> int:
 
 
 @pytest.mark.timeout(3000)
-def test_backlog_of_100_000_reports_holds_up_neither_the_start_nor_the_new_ones(
+def test_backlog_of_reports_holds_up_neither_the_start_nor_the_new_ones(
     scheduler: RecordingScheduler, make_worker: MakeWorker
 ) -> None:
     worker = make_worker(extra=REPORT)
