@@ -21,10 +21,12 @@ class ControlClient:
 
     Args:
         path: its control.sock; None for the one in the configured runtime_dir.
+        timeout_s: how long an answer may take.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, timeout_s: float = TIMEOUT_S) -> None:
         self._path = path or _default_path()
+        self._timeout_s = timeout_s
 
     def get(self, path: str, query: dict[str, str] | None = None) -> Any:
         """The JSON that a GET answers.
@@ -67,7 +69,7 @@ class ControlClient:
     def _ask(
         self, method: str, path: str, body: bytes | None = None
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = _UnixConnection(self._path)
+        connection = _UnixConnection(self._path, self._timeout_s)
         try:
             headers = {"Content-Type": "application/json"} if body is not None else {}
             connection.request(method, path, body, headers)
@@ -87,13 +89,14 @@ class ControlClient:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
+        self._timeout_s = timeout_s
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(TIMEOUT_S)
+        self.sock.settimeout(self._timeout_s)
         with control_address(self._path) as address:
             self.sock.connect(address)
 

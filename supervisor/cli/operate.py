@@ -20,6 +20,8 @@ from stockade.supervisor.quantities import parse_seconds
 POLL_S: Final = 0.2
 # sysexits.h EX_TEMPFAIL: asking again later may do.
 EXIT_TASKS_LEFT: Final = 75
+# The installed code is tried first, and then has to start.
+RELOAD_S: Final = 90.0
 
 SocketOption = Annotated[
     Path | None,
@@ -159,7 +161,7 @@ def reload(socket: SocketOption = None) -> None:
 
     No task notices and no dispatch is refused. Tasks of type http end first.
     """
-    client = ControlClient(socket)
+    client = ControlClient(socket, RELOAD_S)
     life = client.get("/v1/status")["life"]
     error = client.post("/v1/reload", {})["error"]
     while not error and client.get("/v1/status")["life"] == life:
