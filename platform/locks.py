@@ -78,15 +78,28 @@ def processes_that_locked(fd: int, first: int) -> dict[int, int]:
         SyscallError: for example EBADF.
     """
     found: dict[int, int] = {}
-    while True:
-        with translated("fcntl", fd, "F_GETLK", first):
-            # Length 0: up to the end of all offsets. The kernel tells one lock in the range.
-            answer = fcntl.fcntl(fd, fcntl.F_GETLK, _lock(fcntl.F_WRLCK, first, length=0))
-        kind, _, offset, _, pid = _FLOCK.unpack(answer)
+    # (first, length); length 0 is up to the end of all offsets.
+    ranges = [(first, 0)]
+    while ranges:
+        start, length = ranges.pop()
+        with translated("fcntl", fd, "F_GETLK", start):
+            # The kernel tells one lock in the range, and not the first: the rest is asked about
+            # anew. One lock can cover several bytes, also some before the range.
+            answer = fcntl.fcntl(fd, fcntl.F_GETLK, _lock(fcntl.F_WRLCK, start, length=length))
+        kind, _, locked, locked_length, pid = _FLOCK.unpack(answer)
         if kind == fcntl.F_UNLCK:
-            return found
-        found[offset] = pid
-        first = offset + 1
+            continue
+        begin, end = max(locked, start), locked + locked_length
+        if length:
+            end = min(end, start + length)
+        found.update(dict.fromkeys(range(begin, end), pid))
+        if begin > start:
+            ranges.append((start, begin - start))
+        if not length:
+            ranges.append((end, 0))
+        elif end < start + length:
+            ranges.append((end, start + length - end))
+    return found
 
 
 def _lock(kind: int, offset: int, *, length: int = 1) -> bytes:
