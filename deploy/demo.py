@@ -168,6 +168,7 @@ async def main() -> int:
             environment = {
                 "STOCKADE_WORKER_ID": place.name,
                 "STOCKADE_WORKER_STATE_DIR": str(place / "state"),
+                "STOCKADE_PROFILE_READ_WRITE_PATHS": str(scratch),
                 "STOCKADE_WORKER_RUNTIME_DIR": str(place / "run"),
                 "STOCKADE_WORKER_ON_UNSUPPORTED": "degrade",
                 "STOCKADE_HTTP_LISTEN": "127.0.0.1:0",

@@ -1,7 +1,7 @@
 """The mount namespace that every confined slot of a worker starts from, made once.
 
 Its mounts are private: what the host mounts later does not appear in it, and what it unmounts stays
-in use here until the template is made again, on reload.
+in use here until the spawner ends.
 """
 
 from __future__ import annotations
