@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import Final, Self
 
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # Processes that fork while they are moved need more than one look.
 _MOVE_ROUNDS: Final = 100
+# A process that ends is out of its group this soon after its descriptors are closed.
+_REMOVE_S: Final = 2.0
+_REMOVE_PAUSE_S: Final = 0.01
 
 
 def group_name(worker_id: str) -> str:
@@ -229,9 +233,20 @@ class Tree:
                 if error.errno != errno.EBUSY:
                     raise
                 _made(parent.child(ASIDE)).attach(os.getpid())
-            self._root.remove_tree()
+            self._remove_all()
         except OSError as error:
             log.warning("cannot remove %s: %s", self.path, error)
+
+    def _remove_all(self) -> None:
+        """A spawner, or standby, that ended before us lets go of its locks first, then of this."""
+        deadline = time.monotonic() + _REMOVE_S
+        while True:
+            try:
+                return self._root.remove_tree()
+            except SyscallError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(_REMOVE_PAUSE_S)
 
 
 def _made(group: Group) -> Group:

@@ -71,7 +71,14 @@ def client() -> Iterator[SpawnerClient]:
 
 
 def renew(client: SpawnerClient, tuning: str | None = None) -> Elder:
-    """Renews the spawner in charge; ``client`` speaks to the new one then."""
+    """Renews the spawner in charge, which has tasks; ``client`` speaks to the new one then."""
+    before = client.welcome
+    renew_idle(client, tuning)
+    return Elder(client, before.generation)
+
+
+def renew_idle(client: SpawnerClient, tuning: str | None = None) -> None:
+    """Renews the spawner in charge, which without tasks ends at once."""
     before = client.welcome
     client.send(protocol.Renew(client.settings.tuning if tuning is None else tuning))
     answer = client.receive()
@@ -79,7 +86,6 @@ def renew(client: SpawnerClient, tuning: str | None = None) -> Elder:
         answer = client.receive()
     assert answer.error == ""
     assert client.reconnect().generation > before.generation
-    return Elder(client, before.generation)
 
 
 def tasks(client: SpawnerClient) -> dict[int, Outcome | None]:
@@ -169,7 +175,7 @@ def test_renewal_that_fails_changes_nothing(client: SpawnerClient) -> None:
 
 def test_tuning_cannot_change_users_places_or_uids(client: SpawnerClient) -> None:
     wishes = {"pool_min": 0, "uid_min": 0, "supervisor_uid": 65534, "state_dir": "/nowhere"}
-    renew(client, json.dumps(wishes))
+    renew_idle(client, json.dumps(wishes))
     assert json.loads(client.welcome.tuning)["pool_min"] == 0
     client.run(1, "true")
     settings = client.settings.to_json()

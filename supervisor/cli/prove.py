@@ -43,11 +43,12 @@ def prove(tasks: Sequence[Hostile], profile: Profile, host: HostCapabilities) ->
     with own_spawner(profile, WHOLE_VIEW) as spawner, _Range(spawner, profile) as place:
         for task in tasks:
             yield judge(task, place.run(task), profile, host)
+        lives = place.neighbour_lives()
         yield Proof(
             "neighbour",
             "harm the task that runs beside all of these",
-            Verdict.CONTAINED if place.neighbour_lives() else Verdict.NOT_CONTAINED,
-            "it ran to the last" if place.neighbour_lives() else "it ended early",
+            Verdict.CONTAINED if lives else Verdict.NOT_CONTAINED,
+            "it ran to the last" if lives else "it ended early",
         )
 
 
@@ -106,10 +107,14 @@ class _Range:
         return Observed(self._outcomes[seq], output.text, tuple(left))
 
     def neighbour_lives(self) -> bool:
-        """Whether the task beside them has not ended."""
+        """Whether the task beside them runs."""
         while self._spawner.is_readable():
             self._receive()
-        return self._NEIGHBOUR_SEQ not in self._outcomes
+        # Its end is told a moment after it.
+        process = proc.process(self._pids[self._NEIGHBOUR_SEQ])
+        return (
+            self._NEIGHBOUR_SEQ not in self._outcomes and process is not None and process.is_alive
+        )
 
     def _start_neighbour(self, stack: contextlib.ExitStack) -> None:
         seq = self._NEIGHBOUR_SEQ
