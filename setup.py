@@ -63,7 +63,8 @@ setup(
     ext_modules=[
         Extension(
             LAUNCHER,
-            sources=["sandbox/launcher.c"],
+            sources=["sandbox/launcher.c", "sandbox/zygote.c"],
+            depends=["sandbox/zygote.h"],
             extra_compile_args=COMPILE_FLAGS,
             extra_link_args=LINK_FLAGS,
         )

@@ -49,7 +49,7 @@ set_up() {
         need_packages python3-venv python3-dev || die "cannot make a virtual environment without these packages"
     fi
     stamp=.venv/stockade-$extra.stamp
-    wanted=$(cat pyproject.toml setup.py sandbox/launcher.c | sha256sum; "$python" -VV; pwd)
+    wanted=$(cat pyproject.toml setup.py sandbox/*.[ch] | sha256sum; "$python" -VV; pwd)
     if [[ ! -x sandbox/launcher || ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
         say "setting up .venv"
         "$python" -m venv .venv || die "cannot make a virtual environment with $python"

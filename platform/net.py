@@ -37,6 +37,11 @@ def bring_up(interface: str = LOOPBACK) -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
 
 
+def up_request(interface: str = LOOPBACK) -> bytes:
+    """What SIOCSIFFLAGS is to be given for an interface that is new, to set it up."""
+    return _REQUEST.pack(interface.encode(), IFF_UP)
+
+
 def is_up(interface: str = LOOPBACK) -> bool:
     """Whether an interface is set up.
 

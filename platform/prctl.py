@@ -16,6 +16,7 @@ from stockade.platform import _libc
 from stockade.platform._libc import translated
 
 PR_CAP_AMBIENT: Final = 47
+PR_CAP_AMBIENT_RAISE: Final = 2
 PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
 LINUX_CAPABILITY_VERSION_3: Final = 0x20080522
 
@@ -157,6 +158,32 @@ def drop_capabilities(keep: frozenset[str]) -> None:
         word.permitted = word.effective = left >> 32 * half & 0xFFFFFFFF
     header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
     _libc.capset(ctypes.byref(header), data)
+
+
+def keep_over_exec(kept: frozenset[str]) -> None:
+    """Permitted capabilities in ``kept`` outlast an execve, also where the uid is not 0.
+
+    Raises:
+        ValueError: a name is unknown.
+        SyscallError: EPERM, one of them is not permitted.
+
+    Source: "Ambient" in capabilities(7).
+    """
+    try:
+        numbers = [int(Capability[name]) for name in kept]
+    except KeyError as error:
+        raise ValueError(f"cannot keep capability {error}: its name is unknown") from error
+    sets = _own_sets()
+    data = (_libc.CapabilityData * 2)()
+    inheritable = sets["CapInh"] | sum(1 << number for number in numbers)
+    for half, word in enumerate(data):
+        word.permitted = sets["CapPrm"] >> 32 * half & 0xFFFFFFFF
+        word.effective = sets["CapEff"] >> 32 * half & 0xFFFFFFFF
+        word.inheritable = inheritable >> 32 * half & 0xFFFFFFFF
+    header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
+    _libc.capset(ctypes.byref(header), data)
+    for number in numbers:
+        _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number, 0, 0)
 
 
 def _limit_bounding_set(wanted: int) -> None:

@@ -1,9 +1,9 @@
 """The plan of a slot: from (profile, view, limits, features) to namespaces and steps. Pure.
 
-The steps are in two parts. Those of the *system* are the same for every slot of a worker: as root
-they are done once, in a mount namespace that is kept and that each slot's child starts from
-(template.py), since copying what is done costs less than doing it again. Those of the *slot* are
-done in each.
+The steps are in two parts. Those of the *system* are the same for every slot of a worker: they are
+done once, by what becomes a zygote (zygote.py), in a mount namespace of which each slot gets a
+copy, since copying what is done costs less than doing it again. Those of the *slot* are done in
+each.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from stockade.sandbox import slot_steps, system_steps
 from stockade.sandbox.landlock_policy import Grants
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.profiles import Feature, Profile, View, needs
-from stockade.sandbox.steps import Step
+from stockade.sandbox.steps import SlotStep, Step
 from stockade.sandbox.system_steps import TASK_DIRECTORY
 from stockade.sandbox.work_directory import temporary_bytes
 
 # Hidden whatever the configuration says; it can show parts of them.
 HIDDEN: Final = ("/home", "/root", "/sys/fs/cgroup")
+_NAMESPACES: Final = (
+    clone.CLONE_NEWNS | clone.CLONE_NEWPID | clone.CLONE_NEWIPC | clone.CLONE_NEWUTS
+)
 # Mounted anew in each slot, so nothing of the host's can be seen through them.
 _TEMPORARY: Final = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -33,7 +36,7 @@ class Confinement:
     """What a slot's child does before it becomes the launcher.
 
     Attributes:
-        namespaces: CLONE_NEW* flags for the child, CLONE_NEWNS and CLONE_NEWUSER not among them.
+        namespaces: CLONE_NEW* flags for the child.
         system: steps that make what all slots see; empty: the host's files as they are.
         slot: the slot's own steps.
         grants: what Landlock is to allow; None without it.
@@ -42,7 +45,7 @@ class Confinement:
 
     namespaces: int
     system: tuple[Step, ...]
-    slot: tuple[Step, ...]
+    slot: tuple[SlotStep, ...]
     grants: Grants | None
     cgroup_namespace: bool
 
@@ -50,12 +53,6 @@ class Confinement:
     def has_own_files(self) -> bool:
         """Whether the task sees mounts of its own, its work directory at TASK_DIRECTORY."""
         return bool(self.system)
-
-    def clone_flags(self, *, from_template: bool) -> int:
-        """CLONE_NEW* for the slot's child; ``from_template``: it enters a namespace made before."""
-        if self.has_own_files and not from_template:
-            return self.namespaces | clone.CLONE_NEWUSER | clone.CLONE_NEWNS
-        return self.namespaces
 
 
 def confine(
@@ -84,7 +81,7 @@ def confine(
     network = clone.CLONE_NEWNET if Feature.PRIVATE_NETWORK in features else 0
     shown = _shown(view, resolv_conf)
     return Confinement(
-        namespaces=clone.CLONE_NEWPID | clone.CLONE_NEWIPC | clone.CLONE_NEWUTS | network,
+        namespaces=_NAMESPACES | network,
         system=_system_steps(shown, view, as_root=Feature.OWN_UID in features),
         slot=_slot_steps(shown, limits, features),
         grants=_grants(shown) if Feature.LANDLOCK in features else None,
@@ -121,7 +118,7 @@ def _system_steps(shown: dict[str, bool], view: View, *, as_root: bool) -> tuple
     if as_root:
         # Not in a user namespace: there a new /proc can only be mounted where the host's is seen.
         steps += [system_steps.Detach(path) for path in ("/proc", "/sys/fs/cgroup", "/dev", "/run")]
-    steps += [system_steps.Devices(), system_steps.RunDirectory()]
+    steps += [system_steps.Devices(), system_steps.RunDirectory(for_work=not as_root)]
     hidden = set(HIDDEN) | set(view.inaccessible_paths)
     # Parents first, so that the longer path decides.
     for path in sorted(hidden | set(shown)):
@@ -140,14 +137,16 @@ def _system_steps(shown: dict[str, bool], view: View, *, as_root: bool) -> tuple
 
 def _slot_steps(
     shown: dict[str, bool], limits: Limits, features: frozenset[Feature]
-) -> tuple[Step, ...]:
+) -> tuple[SlotStep, ...]:
     size = temporary_bytes(limits)
-    steps: list[Step] = [
+    steps: list[SlotStep] = [
         slot_steps.ProcessTable(),
         slot_steps.TemporaryDirectories(size),
         slot_steps.SharedMemory(None if size is None else size // 4),
         slot_steps.Terminals(),
-        slot_steps.WorkDirectory(),
+        slot_steps.PassedWorkDirectory()
+        if Feature.OWN_UID in features
+        else slot_steps.OwnWorkDirectory(),
     ]
     steps += [
         slot_steps.ShowAgain(_waiting_place(path, shown), path)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable
 from typing import Final, NoReturn
 
 from stockade.platform import clone, landlock, namespaces, net, prctl, seccomp
 from stockade.platform.errors import StockadeError
-from stockade.sandbox import landlock_policy, oom_score, seccomp_policy, template
-from stockade.sandbox.child import Ground, prepare
-from stockade.sandbox.confinement import confine
+from stockade.sandbox import landlock_policy, oom_score, seccomp_policy
+from stockade.sandbox.confinement import Confinement, confine
+from stockade.sandbox.launch_message import FD_CHANNEL
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.profiles import Feature, Profile, View
+from stockade.sandbox.slot_program import SlotProgram
 from stockade.sandbox.work_directory import mount_of
+from stockade.sandbox.zygote import Ground, Zygote
+from stockade.sandbox.zygote_message import FD_PASSED, SETUP_FAILED
 
 _REPORT_BYTES: Final = 4096
 _WELL: Final = b"."
-# Stands for a work directory.
-_ANY_DIRECTORY: Final = "/usr"
+# Stand for the place of the work directories, and for one of them.
+_ANY_PARENT: Final = "/usr"
+_ANY_NAME: Final = "bin"
 
 
 def obstacles() -> dict[Feature, str]:
@@ -55,21 +61,42 @@ def _namespaces() -> str:
     as_root = os.geteuid() == 0
     available = {Feature.NAMESPACES, *((Feature.OWN_UID,) if as_root else ())}
     plan = confine(Profile.PRIVATE, View(), Limits(), frozenset(available))
-    made = work = -1
     try:
-        if as_root:
-            made = template.make_template(plan.system)
-            work = mount_of(_ANY_DIRECTORY)
-        ground = Ground(
-            plan, made, work, _ANY_DIRECTORY, os.geteuid(), os.getegid(), oom_score.of_tasks()
-        )
-        return _attempt(ground.clone_flags, lambda: prepare(ground))
+        zygote = Zygote(Ground(plan.system, as_root, _ANY_PARENT, oom_score.of_tasks()))
+    except (StockadeError, OSError) as error:
+        return str(error)
+    try:
+        return _try_slot(zygote, plan, as_root=as_root)
     except (StockadeError, OSError) as error:
         return str(error)
     finally:
-        for fd in (made, work):
-            if fd >= 0:
-                os.close(fd)
+        zygote.close(wait=True)
+
+
+def _try_slot(zygote: Zygote, plan: Confinement, *, as_root: bool) -> str:
+    program = SlotProgram(plan)
+    with contextlib.ExitStack() as stack:
+        stack.callback(program.close)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stack.enter_context(ours)
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        stack.callback(os.close, null)
+        program_fd = program.open(_ANY_NAME)
+        stack.callback(os.close, program_fd)
+        with theirs:
+            table = [null] * FD_PASSED
+            table[FD_CHANNEL] = theirs.fileno()
+            if as_root:
+                work = mount_of(os.path.join(_ANY_PARENT, _ANY_NAME))
+                stack.callback(os.close, work)
+                table.append(work)
+            _, pidfd = zygote.make(plan.namespaces, None, program_fd, table)
+        stack.callback(os.close, pidfd)
+        # A launcher that waits ends when it reads this.
+        ours.shutdown(socket.SHUT_WR)
+        said = ours.recv(_REPORT_BYTES)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        return program.why_failed(said[1:]) if said.startswith(SETUP_FAILED) else ""
 
 
 def _cgroup_namespace() -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from stockade.platform import landlock
 from stockade.platform.landlock import FILE_RIGHTS, NO_NET, AccessFs, Rights
+from stockade.platform.mounts import AT_FDCWD
 from stockade.sandbox.errors import UnsupportedError
+from stockade.sandbox.zygote_message import Call
 
 # Before it every rename or link from one directory into another is refused, with EXDEV, and no rule
 # can grant it: mv, package managers and many build tools would break.
@@ -62,46 +63,59 @@ class Grants:
     devices: Sequence[str] = ()
 
 
-def make_ruleset(abi: int, grants: Grants) -> int:
-    """A ruleset's descriptor (close-on-exec), for the launcher to put the task under.
-
-    All rights that the ABI knows are handled. From ABI 6 a task can neither signal processes nor
-    connect to abstract Unix sockets outside its own. TCP is left alone: ``sealed`` has a network of
-    its own.
-
-    Rules are bound to the files found now: make it where the task's mounts are seen.
+def rights(abi: int) -> Rights:
+    """What the ABI knows, all of which is to be handled.
 
     Raises:
         UnsupportedError: the ABI is older than MINIMUM_ABI.
-        OSError: a path does not exist.
-        SyscallError: those of landlock.create_ruleset.
     """
     if abi < MINIMUM_ABI:
         raise UnsupportedError(
             "landlock", f"Linux 5.19 with landlock in its lsm= list (ABI {MINIMUM_ABI}, not {abi})"
         )
-    rights = landlock.rights_of(abi)
-    ruleset_fd = landlock.create_ruleset(rights.fs, NO_NET, rights.scope)
-    try:
-        for paths, access in (
-            (grants.read_only, _READ),
-            (grants.read_write, _WRITE),
-            (grants.devices, _DEVICE),
-        ):
-            for path in paths:
-                _grant(ruleset_fd, path, access, rights)
-    except BaseException:
-        os.close(ruleset_fd)
-        raise
-    return ruleset_fd
+    return landlock.rights_of(abi)
 
 
-def _grant(ruleset_fd: int, path: str, access: AccessFs, rights: Rights) -> None:
-    path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        access &= rights.fs
-        if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
-            access &= FILE_RIGHTS
-        landlock.add_path_rule(ruleset_fd, path_fd, access)
-    finally:
-        os.close(path_fd)
+def ruleset_calls(abi: int, grants: Grants, first_fd: int) -> Iterator[Call]:
+    """The calls that make a ruleset, whose descriptor is ``first_fd``; see zygote_message.py.
+
+    All rights that the ABI knows are handled. From ABI 6 a task can neither signal processes nor
+    connect to abstract Unix sockets outside its own. TCP is left alone: ``sealed`` has a network of
+    its own.
+
+    Rules are bound to the files found then: make it where the task's mounts are seen.
+
+    Args:
+        abi: the kernel's.
+        grants: what to allow.
+        first_fd: the lowest number that is free.
+
+    Raises:
+        UnsupportedError: the ABI is older than MINIMUM_ABI.
+    """
+    handled = rights(abi)
+    attributes = bytes(landlock.RulesetAttributes(handled.fs, NO_NET, handled.scope))
+    yield Call("landlock_create_ruleset", (attributes, len(attributes), 0))
+    path_fd = first_fd + 1
+    for path, access in _rules(grants, handled):
+        rule = bytes(landlock.PathAttributes(access, path_fd))
+        yield Call("openat", (AT_FDCWD, path, os.O_PATH | os.O_CLOEXEC, 0))
+        yield Call("landlock_add_rule", (first_fd, landlock.LANDLOCK_RULE_PATH_BENEATH, rule, 0))
+        yield Call("close", (path_fd,))
+
+
+def _rules(grants: Grants, handled: Rights) -> Iterator[tuple[str, AccessFs]]:
+    """Each path with what is granted there, as far as it is handled.
+
+    A path that is not there is taken for a directory's, of a slot that is still to be made.
+    """
+    for paths, wanted in (
+        (grants.read_only, _READ),
+        (grants.read_write, _WRITE),
+        (grants.devices, _DEVICE),
+    ):
+        for path in paths:
+            access = wanted & handled.fs
+            if os.path.exists(path) and not os.path.isdir(path):
+                access &= FILE_RIGHTS
+            yield path, access

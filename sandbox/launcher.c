@@ -1,17 +1,17 @@
 /*
  * The launcher: starts one task, stays as its parent, and writes down how it ended.
  *
- * The spawner executes one launcher for each slot before a task is there. It waits on a socket, all
- * done that does not depend on the task, and then does what one message says. All policy is in
- * Python; sandbox/launch_message.py describes the message, the packets and the record's lines.
+ * There is one launcher for each slot before a task is there, a copy of the zygote (zygote.c). It
+ * waits on a socket, all done that does not depend on the task, and then does what one message says.
+ * All policy is in Python; sandbox/launch_message.py describes message, packets and record.
  *
- * Descriptors at exec, all of them open; whatever is above is closed:
+ * Descriptors at first, all of them open; whatever is above is closed:
  *   0 /dev/null; 1, 2 the slot's output pipe; 3 the channel, a SOCK_SEQPACKET socket; 4 a memfd
  *   with the message, once it is announced; 5 the task's cgroup directory, or /dev/null; 6 the slot's
  *   Landlock ruleset, or /dev/null; 7 the read end of the output pipe, so that the task gets no
  *   SIGPIPE when its reader is restarted; 8 the lock of the slot's uid, which is ours while we live.
  *
- * The task is hostile, and we are its parent, possibly as root until the moment before it runs:
+ * The task is hostile, and we are its parent, possibly as root until just before it runs:
  *   - nothing that the task can influence is read or executed by us after its start, but signals;
  *   - we are not dumpable, so that a process of our uid can neither trace us nor read our memory;
  *   - we give up root before the task's program runs, and keep CAP_KILL alone, to signal it;
@@ -20,6 +20,7 @@
  *     and checked as a whole before a single field is acted upon.
  */
 #define _GNU_SOURCE
+#include "zygote.h"
 #include <errno.h>
 #include <grp.h>
 #include <linux/capability.h>
@@ -131,7 +132,6 @@ static long long nanoseconds(clockid_t clock)
 }
 
 #define MICROSECONDS(time) ((time).tv_sec * 1000000LL + (time).tv_usec)
-
 struct child_report { uint32_t step; int32_t error; };
 
 /* The task cannot be started. The child tells its parent and ends. In the parent, a child that
@@ -329,7 +329,6 @@ static void become_init(void)
 }
 
 /* ---- The child ---- */
-
 static _Noreturn void become_task(void)
 {
     char released;
@@ -458,7 +457,6 @@ static void reap(void)
         struct rusage usage;
         int status;
         pid_t pid = wait4(-1, &status, WNOHANG, &usage);
-
         if (pid == 0) {
             if (task_ended)
                 tell_spawner('e'); /* and something of it is left; else our exit tells */
@@ -474,8 +472,10 @@ static void reap(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    if (argc == 2)
+        be_zygote(argv[0]); /* returns in each copy */
     prepare();
     wait_for_packet();
     int error = receive_go() ? read_message() : EINVAL;

@@ -32,14 +32,14 @@ from stockade.sandbox.profiles import Feature, Profile
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.slot import Making
 from stockade.sandbox.system_steps import TASK_DIRECTORY
-from stockade.sandbox.template import resolv_conf_in_run
 from stockade.sandbox.uids import RESERVED
 from stockade.sandbox.work_directory import quota_options, wants_quota
+from stockade.sandbox.zygote import resolv_conf_in_run
 
 # Stands for the name that the slot gets.
 SLOT: Final = "SLOT"
 _NAMESPACES: Final = {
-    clone.CLONE_NEWUSER: "user", clone.CLONE_NEWNS: "mount", clone.CLONE_NEWPID: "pid",
+    clone.CLONE_NEWNS: "mount", clone.CLONE_NEWPID: "pid",
     clone.CLONE_NEWIPC: "ipc", clone.CLONE_NEWUTS: "uts", clone.CLONE_NEWNET: "net",
 }  # fmt: skip
 _RLIMITS: Final = {
@@ -53,9 +53,9 @@ _RLIMITS: Final = {
 class Doer(enum.StrEnum):
     """Who does a step."""
 
-    TEMPLATE = "spawner, once for all slots, in a mount namespace that it keeps"
+    ZYGOTE = "zygote, once for all slots"
     SPAWNER = "spawner, for this slot"
-    CHILD = "slot's child"
+    CHILD = "slot's child, a copy of the zygote"
     LAUNCHER = "launcher"
 
 
@@ -85,7 +85,7 @@ class Facts:
     """What the plan depends on besides what is wanted.
 
     Attributes:
-        resolv_conf: see template.resolv_conf_in_run.
+        resolv_conf: see zygote.resolv_conf_in_run.
         own_hard: see plan.rlimits.
         threads_of_user: the same, for a task without a uid of its own.
     """
@@ -114,12 +114,10 @@ def outline(wanted: Wanted, settings: SpawnerSettings, facts: Facts) -> tuple[Pl
     confinement = confine(
         wanted.profile, settings.view.resolved(), wanted.limits, host.available, facts.resolv_conf
     )
-    # Real root makes what all slots see once; the root of a user namespace, in each slot.
-    is_shared = confinement.has_own_files and Feature.OWN_UID in host.available
     return (
-        *(PlannedStep(Doer.TEMPLATE, str(step)) for step in confinement.system if is_shared),
+        *_zygote(confinement, host),
         *_spawner(wanted, settings, host, confinement),
-        *_child(confinement, from_template=is_shared),
+        *_child(confinement),
         *_launcher(_message(wanted, settings, facts, confinement)),
     )
 
@@ -135,7 +133,9 @@ def _spawner(
         Making.WORK: (_work(without_lost_quota(wanted.limits, host), confinement, host, place),),
         Making.CGROUP: _groups(settings, wanted.limits, host),
         Making.OUTPUT: ("a FIFO; the task has streams of its own",) if wanted.own_stdio else (),
-        Making.LAUNCHER: ("clone3" + ("" if not host.has_cgroup_kill else f" into {SLOT}/init"),),
+        Making.LAUNCHER: (
+            "clone3, by the zygote" + ("" if not host.has_cgroup_kill else f" into {SLOT}/init"),
+        ),
     }
     for making in Making:
         found = details[making]
@@ -164,19 +164,23 @@ def _work(limits: Limits, confinement: Confinement, host: HostCapabilities, plac
     return f"a tmpfs, {text}{',uid=UID,gid=UID' if host.root else ''}; {where}"
 
 
-def _child(confinement: Confinement, *, from_template: bool) -> Iterator[PlannedStep]:
-    own_system = () if from_template else confinement.system
-    flags = confinement.clone_flags(from_template=from_template)
-    names = [name for flag, name in _NAMESPACES.items() if flags & flag]
+def _zygote(confinement: Confinement, host: HostCapabilities) -> Iterator[PlannedStep]:
+    if confinement.has_own_files:
+        whose = "mount" if host.root else "user, mount"
+        yield PlannedStep(Doer.ZYGOTE, f"be born in new namespaces: {whose}")
+    yield PlannedStep(Doer.ZYGOTE, "set oom_score_adj and umask, whatever the worker's are")
+    if confinement.has_own_files and not host.root:
+        yield PlannedStep(Doer.ZYGOTE, "map its own user and group into the user namespace")
+    for step in confinement.system:
+        yield PlannedStep(Doer.ZYGOTE, str(step))
+
+
+def _child(confinement: Confinement) -> Iterator[PlannedStep]:
+    names = [name for flag, name in _NAMESPACES.items() if confinement.namespaces & flag]
     if names:
         yield PlannedStep(Doer.CHILD, f"be born in new namespaces: {', '.join(names)}")
     yield PlannedStep(Doer.CHILD, "start a session")
-    yield PlannedStep(Doer.CHILD, "set oom_score_adj and umask, whatever the worker's are")
-    if from_template:
-        yield PlannedStep(Doer.CHILD, "enter a copy of the mount namespace that the spawner keeps")
-    elif confinement.has_own_files:
-        yield PlannedStep(Doer.CHILD, "map its own user and group into the user namespace")
-    for step in (*own_system, *confinement.slot):
+    for step in confinement.slot:
         yield PlannedStep(Doer.CHILD, str(step))
     grants = confinement.grants
     if grants is not None:

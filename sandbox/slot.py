@@ -15,10 +15,8 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 
-from stockade.platform import clone, files, pidfd, proc
-from stockade.sandbox.child import Ground, become_launcher
-from stockade.sandbox.confinement import Confinement
-from stockade.sandbox.confiner import Confiner
+from stockade.platform import files, pidfd, proc
+from stockade.sandbox.confiner import Confiner, Plan
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.launch_message import GO, LaunchMessage, encode
 from stockade.sandbox.limits import Limits
@@ -56,7 +54,7 @@ class Slot:
         message_fd: the memfd that the launcher reads its message from; closed at launch.
         output_fd: a read end of the output FIFO, held so that nothing printed is lost while no
             supervisor reads.
-        confinement: its plan; None after a takeover.
+        plan: how it is confined; None after a takeover.
         work: the work directory, open until the task starts.
     """
 
@@ -71,7 +69,7 @@ class Slot:
     message_fd: int
     output_fd: int
     controllers: frozenset[str] = frozenset()
-    confinement: Confinement | None = None
+    plan: Plan | None = None
     work: WorkDirectory = dataclasses.field(default_factory=lambda: WorkDirectory(-1))
 
     def limit(self, limits: Limits, current: Limits) -> None:
@@ -105,15 +103,15 @@ class SlotMaker:
 
     def __init__(
         self, places: Places, tree: Tree | None, uids: UidPool | None, confiner: Confiner,
-        *, launcher_fd: int, generation: int,
+        *, generation: int,
     ) -> None:  # fmt: skip
         self._places = places
         self._tree = tree
         self._uids = uids
         self._confiner = confiner
-        self._launcher_fd = launcher_fd
         self._generation = generation
         self._counter = 0
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def make(self, profile: Profile, limits: Limits) -> Slot:
         """A fresh slot with its launcher waiting, or about to.
@@ -121,7 +119,7 @@ class SlotMaker:
         Raises:
             SandboxSetupError: naming the step; everything made for it is taken back.
         """
-        confinement = self._confiner.plan(profile, limits)
+        plan = self._confiner.plan(profile, limits)
         files_limits = self._confiner.files(limits)
         step = Making.PLACE
         try:
@@ -139,7 +137,7 @@ class SlotMaker:
                     undo.callback(unmount_work_directory, path)
                 work = open_work_directory(
                     self._places.work, self._places.work_path, name, files_limits, uid,
-                    detached=confinement.has_own_files and self._uids is not None,
+                    detached=plan.confinement.has_own_files and self._uids is not None,
                 )  # fmt: skip
                 undo.callback(work.close)
 
@@ -164,8 +162,7 @@ class SlotMaker:
                     undo.callback(os.close, message_fd)
                     with theirs:
                         given = (write_end, theirs.fileno(), message_fd, read_end, lock)
-                        ground = self._confiner.ground(confinement, work, path)
-                        pid, pidfd = self._clone(groups, ground, given)
+                        pid, pidfd = self._launcher(plan, name, groups, given, work.mount)
                 undo.pop_all()
         except OSError as error:
             raise SandboxSetupError.refused(step, error) from error
@@ -185,7 +182,7 @@ class SlotMaker:
             message_fd=message_fd,
             output_fd=read_end,
             controllers=self._tree.controllers if self._tree is not None else frozenset(),
-            confinement=confinement,
+            plan=plan,
             work=work,
         )
 
@@ -214,29 +211,26 @@ class SlotMaker:
             raise
         return read_end, write_end
 
-    def _clone(
-        self,
-        groups: SlotGroups | None,
-        ground: Ground,
-        given: tuple[int, int, int, int, int | None],
-    ) -> tuple[int, int]:
+    def _launcher(
+        self, plan: Plan, name: str, groups: SlotGroups | None,
+        given: tuple[int, int, int, int, int | None], work_mount: int,
+    ) -> tuple[int, int]:  # fmt: skip
         write_end, channel, message_fd, read_end, lock = given
         init_fd = groups.init.open() if groups is not None else None
         task_fd = groups.task.open() if groups is not None else None
-        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        null = self._null
         try:
             # By their numbers in the launcher, see launch_message.
-            table = (
+            table = [
                 null, write_end, write_end, channel, message_fd,
                 null if task_fd is None else task_fd, null, read_end,
                 null if lock is None else lock,
-            )  # fmt: skip
-            pid, pidfd = clone.clone3(ground.clone_flags, cgroup_fd=init_fd)
-            if pid == 0:
-                become_launcher(ground, table, self._launcher_fd)
-            return pid, pidfd
+            ]  # fmt: skip
+            if work_mount >= 0:
+                table.append(work_mount)
+            return self._confiner.make_launcher(plan, name, init_fd, table)
         finally:
-            for fd in (init_fd, task_fd, null):
+            for fd in (init_fd, task_fd):
                 if fd is not None:
                     os.close(fd)
 

@@ -1,20 +1,31 @@
-"""Steps that are each slot's own: what its tasks may write, its processes, its network."""
+"""Steps that are each slot's own: what its tasks may write, its processes, its network.
+
+They are done in the slot's child, which is no Python process: each is the calls that it makes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import socket
 import stat
+from collections.abc import Iterator
 from typing import Final
 
 from stockade.platform import keyring, mounts, net
-from stockade.sandbox.steps import Kept, make_mount_point
-from stockade.sandbox.system_steps import QUIET, TASK_DIRECTORY, TEMPORARY
+from stockade.platform.mounts import AT_FDCWD
+from stockade.sandbox.system_steps import QUIET, TASK_DIRECTORY, TEMPORARY, WORK
 from stockade.sandbox.work_directory import tmpfs_options
+from stockade.sandbox.zygote_message import FD_PASSED, Call
+
+# Stands for the slot's name.
+SLOT: Final = "{slot}"
 
 # Files cost memory too, which a host without a memory controller does not count.
 _INODE_BYTES: Final = 4096
 _INODES_LEAST: Final = 1024
+_NOTHING: Final = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,9 +35,9 @@ class ProcessTable:
     def __str__(self) -> str:
         return "mount a /proc of its own processes"
 
-    def apply(self, _kept: Kept) -> None:
+    def calls(self) -> Iterator[Call]:
         flags = QUIET | mounts.MS_NOEXEC
-        mounts.mount("proc", "/proc", "proc", flags, "hidepid=2")
+        yield Call("mount", ("proc", "/proc", "proc", flags, "hidepid=2"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +47,10 @@ class Terminals:
     def __str__(self) -> str:
         return "mount a /dev/pts of its own"
 
-    def apply(self, _kept: Kept) -> None:
+    def calls(self) -> Iterator[Call]:
         flags = mounts.MS_NOSUID | mounts.MS_NOEXEC
-        mounts.mount("devpts", "/dev/pts", "devpts", flags, "newinstance,ptmxmode=0666,mode=620")
+        options = "newinstance,ptmxmode=0666,mode=620"
+        yield Call("mount", ("devpts", "/dev/pts", "devpts", flags, options))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,14 +62,13 @@ class TemporaryDirectories:
     def __str__(self) -> str:
         return f"mount new /tmp and /var/tmp, together {_shown_size(self.size_bytes)}"
 
-    def apply(self, _kept: Kept) -> None:
-        _mount_tmpfs(TEMPORARY, self.size_bytes, 0o700)
+    def calls(self) -> Iterator[Call]:
+        yield _tmpfs(TEMPORARY, self.size_bytes, 0o700)
         for name, target in (("tmp", "/tmp"), ("var", "/var/tmp")):
             part = f"{TEMPORARY}/{name}"
-            os.mkdir(part)
-            os.chmod(part, 0o1777)
+            yield Call("mkdirat", (AT_FDCWD, part, 0o1777))
             if os.path.isdir(target) and not os.path.islink(target):
-                mounts.mount(part, target, None, mounts.MS_BIND)
+                yield _bind(part, target)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,19 +80,8 @@ class SharedMemory:
     def __str__(self) -> str:
         return f"mount a new /dev/shm, {_shown_size(self.size_bytes)}"
 
-    def apply(self, _kept: Kept) -> None:
-        _mount_tmpfs("/dev/shm", self.size_bytes, 0o1777)
-
-
-def _mount_tmpfs(target: str, size_bytes: int | None, mode: int) -> None:
-    inodes = None if size_bytes is None else max(_INODES_LEAST, size_bytes // _INODE_BYTES)
-    options = tmpfs_options(size_bytes, inodes, mode)
-    text = ",".join(f"{key}={value}" for key, value in options.items())
-    mounts.mount("tmpfs", target, "tmpfs", QUIET, text)
-
-
-def _shown_size(size_bytes: int | None) -> str:
-    return "as large as the kernel's default" if size_bytes is None else f"{size_bytes} bytes"
+    def calls(self) -> Iterator[Call]:
+        yield _tmpfs("/dev/shm", self.size_bytes, 0o1777)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,21 +94,43 @@ class ShowAgain:
     def __str__(self) -> str:
         return f"show {self.target}"
 
-    def apply(self, _kept: Kept) -> None:
-        is_directory = stat.S_ISDIR(os.stat(self.waiting).st_mode)
-        make_mount_point(self.target, is_directory=is_directory)
-        mounts.mount(self.waiting, self.target, None, mounts.MS_BIND | mounts.MS_REC)
+    def calls(self) -> Iterator[Call]:
+        parts = self.target.split("/")
+        for length in range(2, len(parts)):
+            parent = "/".join(parts[:length])
+            yield Call("mkdirat", (AT_FDCWD, parent, 0o755), tolerated=errno.EEXIST)
+        # What waits is what was there when the spawner started.
+        if os.path.isdir(self.target):
+            yield Call("mkdirat", (AT_FDCWD, self.target, 0o755), tolerated=errno.EEXIST)
+        else:
+            file = (AT_FDCWD, self.target, stat.S_IFREG | 0o644, 0)
+            yield Call("mknodat", file, tolerated=errno.EEXIST)
+        yield _bind(self.waiting, self.target, mounts.MS_REC)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WorkDirectory:
-    """The slot's work directory, which the child has as a mount that is attached nowhere."""
+class PassedWorkDirectory:
+    """The slot's work directory, passed to the child as a mount that is attached nowhere."""
 
     def __str__(self) -> str:
         return f"show the work directory as {TASK_DIRECTORY}"
 
-    def apply(self, kept: Kept) -> None:
-        mounts.attach(kept[TASK_DIRECTORY], TASK_DIRECTORY)
+    def calls(self) -> Iterator[Call]:
+        flags = mounts.MOVE_MOUNT_F_EMPTY_PATH
+        yield Call("move_mount", (FD_PASSED, "", AT_FDCWD, TASK_DIRECTORY, flags))
+        yield Call("close", (FD_PASSED,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnWorkDirectory:
+    """The slot's work directory, out of all of them, which the zygote of a user has in WORK."""
+
+    def __str__(self) -> str:
+        return f"show the work directory as {TASK_DIRECTORY}"
+
+    def calls(self) -> Iterator[Call]:
+        yield _bind(f"{WORK}/{SLOT}", TASK_DIRECTORY)
+        yield Call("umount2", (WORK, mounts.MNT_DETACH))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,8 +140,10 @@ class Loopback:
     def __str__(self) -> str:
         return "bring its own loopback up"
 
-    def apply(self, _kept: Kept) -> None:
-        net.bring_up()
+    def calls(self) -> Iterator[Call]:
+        yield Call("socket", (socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, 0))
+        yield Call("ioctl", (FD_PASSED, net.SIOCSIFFLAGS, net.up_request()))
+        yield Call("close", (FD_PASSED,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,5 +153,22 @@ class Keyring:
     def __str__(self) -> str:
         return "join a new session keyring"
 
-    def apply(self, _kept: Kept) -> None:
-        keyring.join_new_session()
+    def calls(self) -> Iterator[Call]:
+        # A kernel without keyrings has nothing to leave.
+        join = (keyring.KEYCTL_JOIN_SESSION_KEYRING, _NOTHING)
+        yield Call("keyctl", join, tolerated=errno.ENOSYS)
+
+
+def _tmpfs(target: str, size_bytes: int | None, mode: int) -> Call:
+    inodes = None if size_bytes is None else max(_INODES_LEAST, size_bytes // _INODE_BYTES)
+    options = tmpfs_options(size_bytes, inodes, mode)
+    text = ",".join(f"{key}={value}" for key, value in options.items())
+    return Call("mount", ("tmpfs", target, "tmpfs", QUIET, text))
+
+
+def _bind(source: str, target: str, more: int = 0) -> Call:
+    return Call("mount", (source, target, _NOTHING, mounts.MS_BIND | more, _NOTHING))
+
+
+def _shown_size(size_bytes: int | None) -> str:
+    return "as large as the kernel's default" if size_bytes is None else f"{size_bytes} bytes"

@@ -14,7 +14,6 @@ import os
 import select
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from stockade.platform import prctl, sockets
@@ -55,7 +54,6 @@ from stockade.sandbox.watchdog import Pace
 
 log = logging.getLogger(__name__)
 
-LAUNCHER: Final = Path(__file__).with_name("launcher")
 # Without a task, an unread record and a supervisor for this long, the spawner ends.
 IDLE_S: Final = 60.0
 # What a root spawner needs, and why; everything else is dropped at its start.
@@ -112,17 +110,13 @@ class Spawner:
         self.elders.find()
         if self.uids is not None:
             self.uids.before_take = self.elders.look
-        confiner = Confiner(settings.view, self.host)
+        self._confiner = confiner = Confiner(settings.view, self.host, places.work_path)
         self.cleaner = Cleaner(
             self.loop, self.places, self.uids, self.children.watch,
             on_set_aside=self._tell_set_aside,
         )  # fmt: skip
-        self._launcher_fd = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
         self._attempts = Attempts()
-        self._maker = SlotMaker(
-            self.places, self.tree, self.uids, confiner,
-            launcher_fd=self._launcher_fd, generation=generation,
-        )  # fmt: skip
+        self._maker = SlotMaker(self.places, self.tree, self.uids, confiner, generation=generation)
         self._pool = Pool(
             self.loop, self._maker, settings.profile, settings.limits,
             discard=self._discard, watch_child=self.children.watch,
@@ -659,6 +653,7 @@ class Spawner:
             self._idle = self.loop.call_later(0.02, self._stop)
             return
         self._stopping = True
+        self._confiner.close()
         if self._sweeper is not None:
             self._sweeper.sweep()
         self._standby.dismiss(self._remove_traces)

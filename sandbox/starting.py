@@ -88,9 +88,11 @@ class Starter:
             ValueError: the launcher could not take such a message.
         """
         slot.put_files(made, request.files)
-        assert made.confinement is not None
-        own_files = made.confinement.has_own_files
-        directory = TASK_DIRECTORY if own_files else self._places.work_directory(made.name)
+        assert made.plan is not None
+        confinement = made.plan.confinement
+        directory = TASK_DIRECTORY
+        if not confinement.has_own_files:
+            directory = self._places.work_directory(made.name)
         if request.own_user:
             # Without capabilities not even root may enter the work directory, which is another's.
             directory = "/"
@@ -108,7 +110,7 @@ class Starter:
             launcher_uid=self._launcher_uid,
             filter_program=self._confiner.filter_of(Profile(start.profile)),
             flags=plan.message_flags(
-                made.confinement,
+                confinement,
                 has_cgroup=made.groups is not None,
                 has_stdio=bool(request.stdio),
             ),

@@ -1,4 +1,4 @@
-"""Steps that confine a slot: each one thing, named, done in the slot's own child.
+"""Steps that confine a slot: each one thing, named.
 
 A plan (confinement.py) is a list of them, which ``stockade run --plan`` prints as they stand.
 system_steps.py has those that make what every slot sees of the host, slot_steps.py those that are
@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.zygote_message import Call
 
 # Copies of mounts, attached nowhere yet, by the path that they were taken from.
 Kept = dict[str, int]
 
 
 class Step(Protocol):
-    """One step. ``str`` says what it does, for people."""
+    """One step of the system. ``str`` says what it does, for people."""
 
     def apply(self, kept: Kept, /) -> None:
         """Does it.
@@ -28,6 +29,13 @@ class Step(Protocol):
         Raises:
             OSError: the kernel refuses.
         """
+
+
+class SlotStep(Protocol):
+    """One step of a slot. ``str`` says what it does, for people."""
+
+    def calls(self) -> Iterable[Call]:
+        """The system calls that do it."""
 
 
 def run(steps: Iterable[Step], kept: Kept) -> None:

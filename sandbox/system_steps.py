@@ -18,6 +18,9 @@ EMPTY_FILE: Final = "/run/.nothing"
 TASK_DIRECTORY: Final = "/run/task"
 # The one tmpfs behind all temporary directories: root's, so only its three parts are in reach.
 TEMPORARY: Final = "/run/.temporary"
+# All work directories, where root may not pass a slot its own: a user's zygote has them there, and
+# each slot takes its own out and the rest away.
+WORK: Final = "/run/.work"
 # Where what is shown below a temporary directory waits for that directory to be mounted.
 SHOWN: Final = "/run/.shown"
 
@@ -121,7 +124,13 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """An empty /run with the mount points that later steps need."""
+    """An empty /run with the mount points that later steps need.
+
+    Attributes:
+        for_work: WORK is among them.
+    """
+
+    for_work: bool
 
     def __str__(self) -> str:
         return "mount a new, empty /run"
@@ -133,6 +142,8 @@ class RunDirectory:
             (EMPTY_DIRECTORY, 0o555), (TASK_DIRECTORY, 0o755), (TEMPORARY, 0o700), (SHOWN, 0o700),
         ):  # fmt: skip
             os.mkdir(path, mode)
+        if self.for_work:
+            os.mkdir(WORK, 0o700)
         os.close(os.open(EMPTY_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0))
 
 

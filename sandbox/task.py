@@ -16,7 +16,6 @@ from typing import Final, Protocol
 from stockade.platform import pidfd, proc
 from stockade.sandbox.accounts import read_accounts, sampled_peak
 from stockade.sandbox.ceiling import Hits
-from stockade.sandbox.child import SETUP_FAILED
 from stockade.sandbox.kill import InitReach, Reach, ScatteredReach, TreeReach
 from stockade.sandbox.launch_message import SAYS_ENDED, SAYS_STARTED
 from stockade.sandbox.limits import Ceilings
@@ -27,6 +26,7 @@ from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, Start
 from stockade.sandbox.slot import Slot
 from stockade.sandbox.verdict import Accounts, Moment, judge
 from stockade.sandbox.watchdog import PeakSampler, Sampler, Watch
+from stockade.sandbox.zygote_message import SETUP_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,8 @@ class Task:
             elif packet == SAYS_ENDED:
                 self.clear()
             elif packet[:1] == SETUP_FAILED:
-                text = packet[1:].decode("utf-8", "replace")
+                assert self.slot.plan is not None
+                text = self.slot.plan.program.why_failed(packet[1:])
                 self._set_cause(Cause.START_DEADLINE, f"cannot prepare the slot: {text}")
 
     def _look_at_record(self) -> None:

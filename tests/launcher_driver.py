@@ -35,6 +35,7 @@ from stockade.sandbox.launch_message import (
 DEADLINE_S = 30.0
 SANITIZER_EXIT = 99
 SOURCE = Path(launch_message.__file__).with_name("launcher.c")
+ZYGOTE_SOURCE = SOURCE.with_name("zygote.c")
 WARNINGS = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wconversion", "-Wshadow"]
 USERS = Users(
     uid=1_879_199_001,
@@ -82,7 +83,7 @@ def launcher_fixture(request: pytest.FixtureRequest) -> Iterator[Path]:
             )
             compile_c(
                 *WARNINGS, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-                "-o", program, SOURCE, options,
+                "-o", program, SOURCE, ZYGOTE_SOURCE, options,
             )  # fmt: skip
         program.chmod(0o755)
         yield program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import select
@@ -233,17 +234,19 @@ class SpawnerClient:
         shutil.rmtree(self.home)
 
 
-def launchers(spawner: int) -> list[int]:
-    """The launchers that are the spawner's children, waiting or with a task."""
+def children(spawner: int, name: str) -> list[int]:
+    """The spawner's children of this name, as ``ps`` has it: standby, launcher, zygote."""
     found = []
     for pid in proc.children(spawner):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if file.read().startswith(b"stockade-launcher\0"):
-                    found.append(pid)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="ascii") as file:
+            if file.read().strip() == f"stockade-{name}"[:15]:
+                found.append(pid)
     return found
+
+
+def launchers(spawner: int) -> list[int]:
+    """The launchers that are the spawner's children, waiting or with a task."""
+    return children(spawner, "launcher")
 
 
 def reap(pid: int) -> bool:

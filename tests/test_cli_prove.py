@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,6 +189,11 @@ class Unconfined:
         assert neighbour.stdout is not None
         self._stack.callback(neighbour.stdout.close)
         words = neighbour.stdout.readline().split()
+        # Something to be found by its name, as the spawner of a worker is.
+        shutil.copy("/bin/sleep", directory / "stockade-spawner")
+        spawner = subprocess.Popen([directory / "stockade-spawner", "600"])
+        self._stack.callback(spawner.wait)
+        self._stack.callback(spawner.kill)
         self._more = {
             "HOST_PORT": str(port.getsockname()[1]),
             "HOST_SOCKET": str(directory / "host.sock"),

@@ -24,7 +24,7 @@ from stockade.sandbox.record import FailedLine
 from stockade.sandbox.settings import Lifetime
 from stockade.sandbox.start import start_spawner
 from stockade.sandbox.system_steps import Keep
-from stockade.sandbox.template import Template
+from stockade.sandbox.zygote import Ground, Zygote
 
 LAUNCHER = Path(__file__).parent.parent / "sandbox/launcher.c"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes mount namespaces")
@@ -178,10 +178,10 @@ def test_path_that_cannot_be_shown_stops_the_start_with_its_reason(
 
 
 @needs_root
-def test_template_that_cannot_be_made_names_its_step() -> None:
-    template = Template([Keep("/nonexistent", writable=False)], None)
+def test_zygote_that_cannot_be_made_names_its_step() -> None:
+    ground = Ground((Keep("/nonexistent", writable=False),), True, "/", 0)
     with pytest.raises(SandboxSetupError, match=r"cannot keep /nonexistent.*ENOENT"):
-        template.open()
+        Zygote(ground)
 
 
 class _Refused:

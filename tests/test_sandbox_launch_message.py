@@ -15,6 +15,7 @@ from launcher_driver import (
     SOURCE,
     USERS,
     WARNINGS,
+    ZYGOTE_SOURCE,
     compile_c,
     task_message,
 )
@@ -95,7 +96,7 @@ def test_description_of_the_message_is_the_launchers(tmp_path: Path) -> None:
         f"int main(void) {{ {prints}"
         "for (int i = 0; i < STEP_COUNT; i++) puts(step_names[i]); return 0; }\n"
     )
-    compile_c("-std=c11", "-o", tmp_path / "probe", probe)
+    compile_c("-std=c11", "-o", tmp_path / "probe", probe, ZYGOTE_SOURCE)
     lines = subprocess.check_output([tmp_path / "probe"], text=True).split()
     printed = dict(zip(constants, map(int, lines), strict=False))
     assert printed == constants
@@ -103,7 +104,7 @@ def test_description_of_the_message_is_the_launchers(tmp_path: Path) -> None:
 
 
 def test_launcher_compiles_without_a_warning(tmp_path: Path) -> None:
-    compile_c(*WARNINGS, "-static", "-o", tmp_path / "launcher", SOURCE)
+    compile_c(*WARNINGS, "-static", "-o", tmp_path / "launcher", SOURCE, ZYGOTE_SOURCE)
 
 
 def test_launcher_is_short_enough_to_be_read() -> None:

@@ -102,18 +102,19 @@ def test_as_root_the_system_is_made_once_before_the_slot() -> None:
     found = steps(Profile.PRIVATE, Limits(), RICH)
     doers = [step.by for step in found]
     assert doers == sorted(doers, key=list(Doer).index)
-    assert "hide /home" in done_by(Doer.TEMPLATE, found)
+    zygote = done_by(Doer.ZYGOTE, found)
+    assert zygote[0] == "be born in new namespaces: mount"
+    assert "hide /home" in zygote
     child = done_by(Doer.CHILD, found)
-    assert "be born in new namespaces: pid, ipc, uts" in child
+    assert "be born in new namespaces: mount, pid, ipc, uts" in child
     assert "hide /home" not in child
 
 
-def test_as_a_user_the_slots_child_makes_it_in_a_user_namespace() -> None:
+def test_as_a_user_it_is_made_in_a_user_namespace() -> None:
     found = steps(Profile.PRIVATE, Limits(), USER)
-    assert done_by(Doer.TEMPLATE, found) == []
-    child = done_by(Doer.CHILD, found)
-    assert child[0] == "be born in new namespaces: user, mount, pid, ipc, uts"
-    assert "hide /home" in child
+    zygote = done_by(Doer.ZYGOTE, found)
+    assert zygote[0] == "be born in new namespaces: user, mount"
+    assert "hide /home" in zygote
     assert not any("uid" in step for step in done_by(Doer.SPAWNER, found))
     limits = details(found, "rlimit")
     # Those that the user's other threads count for are added.
@@ -146,7 +147,7 @@ def test_view_and_directory_are_in_the_plan() -> None:
     view = View(read_only_paths=("/srv/data",), inaccessible_paths=("/opt",))
     found = steps(Profile.SEALED, Limits(), RICH, view, directory="/srv/data")
     assert {"keep /srv/data, read-only", "show /srv/data", "hide /opt"} <= set(
-        done_by(Doer.TEMPLATE, found)
+        done_by(Doer.ZYGOTE, found)
     )
     assert "directory: enter /srv/data" in done_by(Doer.LAUNCHER, found)
 

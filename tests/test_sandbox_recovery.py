@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from spawner_client import SpawnerClient, eventually, kill_now, lives
+from spawner_client import SpawnerClient, children, eventually, kill_now, lives
 
 from stockade.platform import proc
 from stockade.sandbox import protocol
@@ -36,18 +36,12 @@ def outcome_after(client: SpawnerClient, seq: int) -> Outcome:
 
 
 def standby_of(client: SpawnerClient) -> int:
-    return eventually(lambda: proc.children(client.welcome.pid))[0]
-
-
-def standby_is_ready(pid: int) -> bool:
-    with open(f"/proc/{pid}/comm", encoding="ascii") as file:
-        return file.read().strip() == "stockade-standb"
+    return eventually(lambda: children(client.welcome.pid, "standby"))[0]
 
 
 def kill_spawner(client: SpawnerClient) -> None:
     """SIGKILL of the spawner in charge, once its standby can take its place."""
-    standby = standby_of(client)
-    eventually(lambda: standby_is_ready(standby))
+    standby_of(client)
     kill_now(client.welcome.pid)
 
 
@@ -142,8 +136,7 @@ def test_launcher_killed_together_with_the_spawner(client: SpawnerClient) -> Non
     client.start(1, ["/bin/sleep", "98782"])
     found = proc.process(client.wait_started(1))
     assert found is not None
-    standby = standby_of(client)
-    eventually(lambda: standby_is_ready(standby))
+    standby_of(client)
     os.kill(client.welcome.pid, signal.SIGSTOP)
     os.kill(found.parent, signal.SIGKILL)
     kill_now(client.welcome.pid)

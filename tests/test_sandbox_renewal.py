@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from spawner_client import SpawnerClient, eventually, kill_now, lives, reap
+from spawner_client import SpawnerClient, children, eventually, kill_now, lives, reap
 
 from stockade.platform import proc, sockets
 from stockade.sandbox import protocol
@@ -105,12 +105,7 @@ def kill_in_charge(client: SpawnerClient, *, with_standby: bool = False) -> None
 
 def standbys(client: SpawnerClient) -> list[int]:
     """The one of the spawner in charge, once it waits."""
-    found = []
-    for pid in proc.children(client.welcome.pid):
-        with open(f"/proc/{pid}/comm", encoding="ascii") as file:
-            if file.read().strip() == "stockade-standb":
-                found.append(pid)
-    return found
+    return children(client.welcome.pid, "standby")
 
 
 def test_new_tasks_go_to_the_new_spawner_and_the_old_one_finishes_its_own(

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from spawner_client import SpawnerClient, eventually, kill_now, lives
+from spawner_client import SpawnerClient, children, eventually, kill_now, lives
 
 from stockade.platform import proc, sockets
 from stockade.sandbox import protocol
@@ -291,19 +291,36 @@ def test_ephemeral_spawner_ends_everything_with_its_supervisor() -> None:
 
 def test_spawner_survives_hundreds_of_tasks_without_leaks(client: SpawnerClient) -> None:
     client.run(1, "true")
-    # The standby, and the two launchers of the ready slots.
-    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
+    eventually(lambda: is_complete(client))
     descriptors = len(os.listdir(f"/proc/{client.welcome.pid}/fd"))
     for seq in range(2, 202):
         client.run(seq, "sleep 60 &")
-    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
+    eventually(lambda: is_complete(client))
     eventually(lambda: len(os.listdir(f"/proc/{client.welcome.pid}/fd")) <= descriptors)
 
 
+def is_complete(client: SpawnerClient) -> bool:
+    """Whether the spawner has all that it has between tasks, and no other child."""
+    spawner = client.welcome.pid
+    zygotes = children(spawner, "zygote")
+    ready = [len(children(spawner, "standby")), len(children(spawner, "launcher"))]
+    return ready == [1, 2] and len(proc.children(spawner)) == 3 + len(zygotes)
+
+
 def test_dead_standby_is_replaced(client: SpawnerClient) -> None:
-    first = eventually(lambda: proc.children(client.welcome.pid))[0]
+    (first,) = eventually(lambda: children(client.welcome.pid, "standby"))
     kill_now(first)
-    eventually(lambda: [p for p in proc.children(client.welcome.pid) if p != first])
+    eventually(lambda: children(client.welcome.pid, "standby") not in ([], [first]))
+
+
+def test_dead_zygote_is_replaced(client: SpawnerClient) -> None:
+    before = eventually(lambda: children(client.welcome.pid, "zygote"))
+    for pid in before:
+        kill_now(pid)
+    # The first two slots are ready.
+    for seq in range(1, 4):
+        assert client.run(seq, "echo on")[1] == b"on\n"
+    assert set(eventually(lambda: children(client.welcome.pid, "zygote"))).isdisjoint(before)
 
 
 def test_ready_slot_gets_the_limits_of_its_task(client: SpawnerClient) -> None:
@@ -315,11 +332,8 @@ def test_ready_slot_gets_the_limits_of_its_task(client: SpawnerClient) -> None:
 
 
 def test_killed_ready_launcher_is_replaced(client: SpawnerClient) -> None:
-    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
-    for pid in proc.children(client.welcome.pid):
-        with open(f"/proc/{pid}/comm", encoding="ascii") as file:
-            if file.read().strip() != "stockade-standb":
-                os.kill(pid, signal.SIGKILL)
-                eventually(lambda pid=pid: pid not in proc.all_processes())
+    eventually(lambda: is_complete(client))
+    for pid in children(client.welcome.pid, "launcher"):
+        kill_now(pid)
     assert client.run(1, "echo on")[1] == b"on\n"
-    eventually(lambda: len(proc.children(client.welcome.pid)) == 3)
+    eventually(lambda: is_complete(client))

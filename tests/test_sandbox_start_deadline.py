@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from recording_scheduler import RecordingScheduler
-from spawner_client import SpawnerClient, eventually, kill_now, launchers, lives, reap
+from spawner_client import SpawnerClient, children, eventually, kill_now, launchers, lives, reap
 from worker_process import DEADLINE_S, STOCKADE, WorkerProcess
 
-from stockade.platform import proc
 from stockade.sandbox import protocol
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.wire.messages import METRICS_PATH
@@ -95,9 +94,33 @@ def test_stopped_launcher_is_caught_by_the_start_deadline_and_replaced(
     assert not set(stopped) & set(launchers(client.welcome.pid))
 
 
-def test_child_stuck_before_the_launchers_exec_is_caught(make_client: MakeClient) -> None:
+def test_zygote_stuck_before_its_exec_is_caught(make_client: MakeClient) -> None:
     client = make_client(1.0, pool=0)
+    for pid in children(client.welcome.pid, "zygote"):
+        kill_now(pid)
     with delayed(client.welcome.pid, "execve,execveat"):
+        client.start(1, ["/bin/sleep", "98752"])
+        outcome = client.wait_ended(1)
+    assert outcome.error_code is ErrorCode.SPAWN_FAILED
+    assert outcome.reason.startswith("cannot start a zygote: ")
+    assert client.run(2, "echo next")[1] == b"next\n"
+    restart(client)
+
+
+def test_stopped_zygote_is_replaced(make_client: MakeClient) -> None:
+    client = make_client(30.0, pool=0)
+    stopped = children(client.welcome.pid, "zygote")
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    assert client.run(1, "echo next")[1] == b"next\n"
+    eventually(lambda: len(set(stopped) & set(children(client.welcome.pid, "zygote"))) == 1)
+
+
+def test_child_stuck_before_it_is_a_launcher_is_caught(make_client: MakeClient) -> None:
+    client = make_client(1.0, pool=0)
+    with contextlib.ExitStack() as stack:
+        for pid in children(client.welcome.pid, "zygote"):
+            stack.enter_context(delayed(pid, "setsid"))
         client.start(1, ["/bin/sleep", "98752"])
         assert_spawn_failed(client.wait_ended(1))
     assert client.run(2, "echo next")[1] == b"next\n"
@@ -179,7 +202,7 @@ time.sleep(600)
 
 def test_stuck_start_keeps_its_deadline_over_a_take_over(make_client: MakeClient) -> None:
     client = make_client(4.0)
-    eventually(lambda: standby_waits(client))
+    eventually(lambda: children(client.welcome.pid, "standby"))
     stopped_launchers(client)
     client.start(1, ["/bin/sleep", "98754"])
     assert tasks(client) == {1: None}
@@ -197,11 +220,6 @@ def tasks(client: SpawnerClient) -> dict[int, Outcome | None]:
     while not isinstance(listed, protocol.Listed):
         listed = client.receive()
     return {task.seq: task.outcome for task in listed.tasks}
-
-
-def standby_waits(client: SpawnerClient) -> bool:
-    names = [Path(f"/proc/{pid}/comm") for pid in proc.children(client.welcome.pid)]
-    return "stockade-standb\n" in [name.read_text() for name in names if name.exists()]
 
 
 def test_task_whose_launcher_was_killed_before_it_ran_gets_another_slot(
@@ -222,7 +240,7 @@ def test_adopted_start_whose_launcher_was_killed_is_told_as_unstarted_and_forgot
     make_client: MakeClient,
 ) -> None:
     client = make_client(30.0)
-    eventually(lambda: standby_waits(client))
+    eventually(lambda: children(client.welcome.pid, "standby"))
     stopped = stopped_launchers(client)
     client.start(1, ["/bin/bash", "-c", "echo ran"])
     assert tasks(client) == {1: None}

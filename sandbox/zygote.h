@@ -1,0 +1,12 @@
+/* What the launcher's program has of the zygote. */
+#ifndef STOCKADE_ZYGOTE_H
+#define STOCKADE_ZYGOTE_H
+
+/* As long as the two arguments that the zygote is executed with: it is written over them. */
+#define LAUNCHER_NAME "stockade-launcher"
+
+/* Makes launchers until the spawner hangs up; returns in each of them, and never else.
+ * name: argv[0], with argv[1] behind it room for LAUNCHER_NAME. */
+void be_zygote(char *name);
+
+#endif
