@@ -153,11 +153,14 @@ async def running_worker(in_flight: int) -> AsyncIterator[Running]:
     url = await scheduler.start()
     place = Path(tempfile.mkdtemp(prefix="stockade-bench-"))
     place.chmod(0o711)
+    # As /run is on a host: in memory.
+    runtime = Path(tempfile.mkdtemp(prefix="stockade-bench-", dir="/dev/shm"))
+    runtime.chmod(0o711)
     environment = {
         **ENVIRONMENT,
         "STOCKADE_WORKER_ID": place.name,
         "STOCKADE_WORKER_STATE_DIR": str(place / "state"),
-        "STOCKADE_WORKER_RUNTIME_DIR": str(place / "run"),
+        "STOCKADE_WORKER_RUNTIME_DIR": str(runtime),
         "STOCKADE_WORKER_ON_UNSUPPORTED": "degrade",
         "STOCKADE_WORKER_MAX_CONCURRENCY": str(max(8, in_flight)),
         "STOCKADE_HTTP_LISTEN": "127.0.0.1:0",
@@ -171,12 +174,13 @@ async def running_worker(in_flight: int) -> AsyncIterator[Running]:
         worker_url = await asyncio.wait_for(scheduler.worker, DEADLINE_S)
         async with aiohttp.ClientSession() as session:
             bench = Bench(session, scheduler, worker_url)
-            yield Running(bench, worker.pid, place.name, place / "run")
+            yield Running(bench, worker.pid, place.name, runtime)
     finally:
         worker.terminate()
         worker.wait()
         await scheduler.stop()
         shutil.rmtree(place)
+        shutil.rmtree(runtime)
 
 
 async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and is not: it is told.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
@@ -102,12 +103,21 @@ def namespaced_pids(pid: int) -> tuple[int, ...]:
 
 def child_by_own_number(parent: int, number: int) -> int | None:
     """The live child of ``parent`` that has this number in its own pid namespace; None without."""
-    listed = _read(f"/proc/{parent}/task/{parent}/children").split()
-    # Without CONFIG_PROC_CHILDREN there is no such file.
-    for pid in map(int, listed) if listed else children(parent):
+    listed = (
+        map(int, _read(f"/proc/{parent}/task/{parent}/children").split())
+        if _lists_children()
+        else children(parent)
+    )
+    for pid in listed:
         if namespaced_pids(pid)[-1:] == (number,):
             return pid
     return None
+
+
+@functools.cache
+def _lists_children() -> bool:
+    """Whether the kernel has CONFIG_PROC_CHILDREN."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def descendants(pid: int) -> list[int]:

@@ -53,6 +53,10 @@ class Cleaner:
         self.busy: set[str] = set()
         self.set_aside: list[str] = []
 
+    def expect(self, name: str) -> None:
+        """The clean-up of this slot will begin soon."""
+        self.busy.add(name)
+
     def clean(
         self, name: str, groups: SlotGroups | None, uid: int | None, uid_lock: int | None
     ) -> None:

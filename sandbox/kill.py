@@ -14,6 +14,7 @@ import signal
 from typing import Final, Protocol
 
 from stockade.platform import clone, pidfd, proc
+from stockade.platform.cgroup import Group
 from stockade.platform.errors import SyscallError
 from stockade.sandbox.slot_groups import SlotGroups
 
@@ -41,6 +42,9 @@ class Reach(Protocol):
     def gone(self) -> bool:
         """Whether nothing of the slot lives, the launcher included."""
 
+    def is_left(self) -> bool:
+        """Whether the task is seen to have no process, while the launcher may have work to do."""
+
 
 class TreeReach:
     """By cgroup: cgroup.kill misses nothing."""
@@ -59,13 +63,20 @@ class TreeReach:
         self._groups.kill(self._controllers)
 
     def gone(self) -> bool:
-        try:
-            return not self._groups.populated
-        except SyscallError as error:
-            # Only an empty group can have been removed.
-            if error.errno in (errno.ENOENT, errno.ENODEV):
-                return True
-            raise
+        return _is_empty(self._groups.slot)
+
+    def is_left(self) -> bool:
+        return _is_empty(self._groups.task)
+
+
+def _is_empty(group: Group) -> bool:
+    try:
+        return not group.populated
+    except SyscallError as error:
+        # Only an empty group can have been removed.
+        if error.errno in (errno.ENOENT, errno.ENODEV):
+            return True
+        raise
 
 
 class ScatteredReach:
@@ -113,6 +124,10 @@ class ScatteredReach:
             return not self.members()
         # Not by pid, which could be somebody else's by now.
         return pidfd.has_ended(self._launcher_pidfd) and not self.members()
+
+    def is_left(self) -> bool:
+        # One that forks for ever may just not be seen; the launcher, when it is gone, saw its end.
+        return False
 
 
 class InitReach(ScatteredReach):

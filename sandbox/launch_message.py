@@ -5,8 +5,7 @@ this order: the record (opened O_WRONLY | O_APPEND); the task's 0, 1 and 2 if th
 ``STDIO``. Before it, the message lies at offset 0 of the memfd that the launcher has as descriptor
 4. The launcher answers with packets of one byte, any of which may be missing, for it does not wait
 (the record is what counts): ``SAYS_STARTED``; ``SAYS_FAILED``; ``SAYS_ENDED``, when the task has
-ended and left processes behind. The launcher exits when no child is left, so of a task that left
-nothing behind its exit tells.
+ended. The launcher exits when no child is left.
 
 The record is text, one line for each event, each line one write(2):
 

@@ -453,23 +453,18 @@ static _Noreturn void leave(void)
 /* Reaps the task and orphans of its that ended; exits when there is no child left. */
 static void reap(void)
 {
-    for (bool task_ended = false;;) {
-        struct rusage usage;
-        int status;
-        pid_t pid = wait4(-1, &status, WNOHANG, &usage);
-        if (pid == 0) {
-            if (task_ended)
-                tell_spawner('e'); /* and something of it is left; else our exit tells */
-            return;
-        }
-        if (pid < 0)
-            leave(); /* ECHILD: the task was the last or is reaped already */
-        if (pid == task) {
-            task_ended = true;
-            task = 0; /* from here on its number may be anybody's */
-            record_end(status, &usage);
-        }
+    struct rusage usage;
+    pid_t pid;
+    int status;
+    while ((pid = wait4(-1, &status, WNOHANG, &usage)) > 0) {
+        if (pid != task)
+            continue;
+        task = 0; /* from here on its number may be anybody's */
+        record_end(status, &usage);
+        tell_spawner('e');
     }
+    if (pid < 0)
+        leave(); /* ECHILD: the task was the last or is reaped already */
 }
 
 int main(int argc, char **argv)

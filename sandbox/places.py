@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import stat
 from typing import Final, Self
 
@@ -144,7 +143,7 @@ def _token(spawner: int) -> str:
             token = file.read()
         if token.startswith(boot_id + " ") and len(token) > len(boot_id) + 1:
             return token
-    token = f"{boot_id} {secrets.token_hex(8)}"
+    token = f"{boot_id} {os.urandom(8).hex()}"
     fd = os.open(
         "token.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600,
         dir_fd=spawner,

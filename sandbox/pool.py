@@ -22,8 +22,9 @@ from stockade.sandbox.slot import Slot, SlotMaker
 log = logging.getLogger(__name__)
 
 # The pool is refilled once nothing has been started for this long: making a slot takes about as
-# long as starting a task, and must not come between two of them.
-_QUIET_S: Final = 0.002
+# long as starting a task, and must not come between two of them, nor between a short task and its
+# end.
+_QUIET_S: Final = 0.01
 _SHRINK_S: Final = 10.0
 _RETRY_S: Final = 1.0
 

@@ -23,9 +23,10 @@ A Start for a seq that is known is not run again: it is answered as List would.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from typing import Any, ClassVar, Final, Self
+import re
+from typing import Final
+
+import msgspec
 
 from stockade.sandbox.errors import ProtocolError
 from stockade.sandbox.limits import Limits
@@ -37,28 +38,25 @@ MAX_DESCRIPTORS: Final = 200
 LIST_PAGE: Final = 100
 
 
-class _Fields:
-    """A message whose fields are what JSON gives; the others say how theirs are read."""
-
-    __slots__ = ()
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The message with these fields; TypeError when one is unknown or missing."""
-        return cls(**fields)
+def _tag(class_name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", class_name).lower()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hello(_Fields):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=_tag):
+    @property
+    def type(self) -> str:
+        """The message's name on the wire."""
+        return str(self.__struct_config__.tag)
+
+
+class Hello(_Message, frozen=True):
     """First message of a supervisor. ``software`` is its version, for the log."""
 
-    type: ClassVar[str] = "hello"
     version: int
     software: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Welcome(_Fields):
+class Welcome(_Message, frozen=True):
     """The spawner's answer to Hello.
 
     Attributes:
@@ -73,7 +71,6 @@ class Welcome(_Fields):
             have is not in this one's List: ask them, too, before taking a task for unknown.
     """
 
-    type: ClassVar[str] = "welcome"
     version: int
     code: str
     tuning: str
@@ -84,14 +81,8 @@ class Welcome(_Fields):
     degraded: tuple[str, ...]
     elders: tuple[int, ...]
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        lists = {name: tuple(fields[name]) for name in ("degraded", "elders")}
-        return cls(**{**fields, **lists})
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Container:
+class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A container to run in place of a program.
 
     The Start's arguments are then the task's own words for the engine: flags, which the spawner
@@ -106,8 +97,7 @@ class Container:
     instance_id: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Start(_Fields):
+class Start(_Message, frozen=True):
     """Run one task in a fresh slot.
 
     Descriptors, in order: a sealed memfd with the ``argc`` argument strings and then the ``envc``
@@ -124,7 +114,6 @@ class Start(_Fields):
         container: None for a program.
     """
 
-    type: ClassVar[str] = "start"
     seq: int
     argc: int
     envc: int
@@ -135,32 +124,17 @@ class Start(_Fields):
     limits: Limits
     container: Container | None = None
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        container = fields.get("container")
-        return cls(
-            **{
-                **fields,
-                "container": None if container is None else Container(**container),
-                "files": tuple(fields["files"]),
-                "limits": Limits.from_json(fields["limits"]),
-            }
-        )
 
+class Prepared(_Message, frozen=True):
+    """The task is being started. Carries the output pipe's read end; not with own_stdio.
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prepared(_Fields):
-    """The task is about to be started. Carries the output pipe's read end; not with own_stdio.
-
-    Sent before the task can print: so that, whichever of us two dies, the other holds the pipe.
+    Whichever of us two dies then, the other holds the pipe.
     """
 
-    type: ClassVar[str] = "prepared"
     seq: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Started(_Fields):
+class Started(_Message, frozen=True):
     """The task's program runs.
 
     Attributes:
@@ -169,64 +143,48 @@ class Started(_Fields):
         started_at: Unix time in seconds.
     """
 
-    type: ClassVar[str] = "started"
     seq: int
     pid: int
     slot: str
     started_at: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ended(_Fields):
+class Ended(_Message, frozen=True):
     """The task ended and nothing of it lives (or the outcome's reason says what does).
 
     All its output is in the pipe. The output fields of the outcome are the supervisor's to fill in.
-    Carries the output pipe's read end too, for a supervisor that came later.
+    Carries the output pipe's read end too, if it did not go over this connection before.
     """
 
-    type: ClassVar[str] = "ended"
     seq: int
     outcome: Outcome
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(seq=fields["seq"], outcome=Outcome.from_json(fields["outcome"]))
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unstarted(_Fields):
+class Unstarted(_Message, frozen=True):
     """The launcher was killed before it let the task go: nothing of it ran, and it is forgotten."""
 
-    type: ClassVar[str] = "unstarted"
     seq: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cancel(_Fields):
+class Cancel(_Message, frozen=True):
     """Terminate the task: SIGTERM, grace, kill. For a seq that is unknown or ended: nothing."""
 
-    type: ClassVar[str] = "cancel"
     seq: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Acknowledge(_Fields):
+class Acknowledge(_Message, frozen=True):
     """The outcome is journalled: its record may go."""
 
-    type: ClassVar[str] = "acknowledge"
     seq: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class List(_Fields):
+class List(_Message, frozen=True):
     """Tell the tasks with seq > ``after``, lowest first, one page."""
 
-    type: ClassVar[str] = "list"
     after: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ListedTask:
+class ListedTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One task the spawner knows. ``outcome`` is None while it lives, ``started_at`` 0 before that.
 
     ``has_output`` says that the message carries this task's output pipe, in the order of the list.
@@ -239,64 +197,42 @@ class ListedTask:
     has_output: bool
     outcome: Outcome | None
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        outcome = fields["outcome"]
-        return cls(**{**fields, "outcome": None if outcome is None else Outcome.from_json(outcome)})
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Listed(_Fields):
+class Listed(_Message, frozen=True):
     """A page of tasks; ``more`` says whether to ask again after the last seq."""
 
-    type: ClassVar[str] = "listed"
     tasks: tuple[ListedTask, ...]
     more: bool
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(
-            tasks=tuple(ListedTask.from_json(task) for task in fields["tasks"]),
-            more=fields["more"],
-        )
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finish(_Fields):
+class Finish(_Message, frozen=True):
     """No more Starts will come from this supervisor. Sent at a clean stop.
 
     The spawner ends as soon as no task lives and every outcome is acknowledged, instead of waiting
     for a next supervisor.
     """
 
-    type: ClassVar[str] = "finish"
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Renew(_Fields):
+class Renew(_Message, frozen=True):
     """Have the installed code take over as a new spawner; this one only finishes its own tasks.
 
     Serving goes on until Renewed says that it is done. Nothing is done by halves.
     """
 
-    type: ClassVar[str] = "renew"
     tuning: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Renewed(_Fields):
+class Renewed(_Message, frozen=True):
     """The answer to Renew. A Start that comes after it is not run: connect anew.
 
     Attributes:
         error: why not, in which case all is as before; empty when the new spawner listens.
     """
 
-    type: ClassVar[str] = "renewed"
     error: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SetAside(_Fields):
+class SetAside(_Message, frozen=True):
     """Slots that cannot be used or cleaned up again: something in them could not be killed.
 
     Attributes:
@@ -304,24 +240,15 @@ class SetAside(_Fields):
         slots: the names of the first.
     """
 
-    type: ClassVar[str] = "set_aside"
     count: int
     slots: tuple[str, ...]
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(count=fields["count"], slots=tuple(fields["slots"]))
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job(_Fields):
+class Job(_Message, frozen=True):
     """Tell what the service manager is about to do with the service that the supervisor is."""
 
-    type: ClassVar[str] = "job"
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class JobTold(_Fields):
+class JobTold(_Message, frozen=True):
     """The answer to Job.
 
     Attributes:
@@ -329,16 +256,13 @@ class JobTold(_Fields):
         error: why that cannot be known; empty when it is.
     """
 
-    type: ClassVar[str] = "job_told"
     kind: str
     error: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refused(_Fields):
+class Refused(_Message, frozen=True):
     """The spawner cannot do what the last message asked; the connection is closed after it."""
 
-    type: ClassVar[str] = "refused"
     reason: str
 
 
@@ -363,14 +287,8 @@ Message = (
     | Refused
 )
 
-_TYPES: Final[dict[str, type[Message]]] = {
-    message.type: message
-    for message in (
-        Hello, Welcome, Start, Prepared, Started, Ended, Unstarted, Cancel, Acknowledge, List,
-        Listed, Finish, Renew, Renewed, SetAside, Job,
-        JobTold, Refused,
-    )
-}  # fmt: skip
+_ENCODER: Final = msgspec.json.Encoder()
+_DECODER: Final = msgspec.json.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
@@ -379,12 +297,17 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: it would be longer than MAX_MESSAGE_BYTES.
     """
-    packet = json.dumps({"type": message.type, **dataclasses.asdict(message)}).encode()
+    packet = _ENCODER.encode(message)
     if len(packet) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"cannot send {message.type}: {len(packet)} bytes, the limit is {MAX_MESSAGE_BYTES}"
         )
     return packet
+
+
+def encoded_bytes(task: ListedTask) -> int:
+    """How long one task of a list is."""
+    return len(_ENCODER.encode(task))
 
 
 def decode(packet: bytes) -> Message:
@@ -394,7 +317,6 @@ def decode(packet: bytes) -> Message:
         ProtocolError: it is not one of ours, or a field is missing, unknown or of another type.
     """
     try:
-        fields = json.loads(packet)
-        return _TYPES[fields.pop("type")].from_json(fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProtocolError(f"cannot read a message of {len(packet)} bytes: {error!r}") from error
+        return _DECODER.decode(packet)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"cannot read a message of {len(packet)} bytes: {error}") from error

@@ -16,15 +16,18 @@ A record is removed when the supervisor has acknowledged the outcome.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
-import json
 import os
-from typing import Any, Self
+from typing import Final, Self, TypeVar
+
+import msgspec
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+
+_USUAL_BYTES: Final = 8192
+_MOST_BYTES: Final = 1 << 20
 
 
 class Cause(enum.StrEnum):
@@ -61,10 +64,6 @@ class SlotRecord:
     limits: Limits
     own_stdio: bool
     container: str | None = None
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**{**fields, "limits": Limits.from_json(fields["limits"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +123,12 @@ class Record:
         return (self.started, self.failed, self.cause, self.ended, self.outcome) == (None,) * 5
 
 
+Decoded = TypeVar("Decoded")
+_ENCODER: Final = msgspec.json.Encoder()
+_SLOT: Final = msgspec.json.Decoder(SlotRecord)
+_OUTCOME: Final = msgspec.json.Decoder(Outcome)
+
+
 def generation_of(slot: str) -> int:
     """Of the spawner that made the slot called ``N-K``.
 
@@ -151,7 +156,7 @@ def _take(record: Record, content: bytes) -> int:
         word, _, rest = line.decode("utf-8", "replace").partition(" ")
         match word:
             case "slot":
-                record.slot = SlotRecord.from_json(json.loads(rest))
+                record.slot = _decoded(_SLOT, rest)
             case "started":
                 pid, monotonic_ns, unix_ns = map(int, rest.split())
                 record.started = StartedLine(pid, monotonic_ns / 1e9, unix_ns / 1e9)
@@ -168,10 +173,17 @@ def _take(record: Record, content: bytes) -> int:
             case "owner":
                 record.owner = int(rest)
             case "outcome":
-                record.outcome = Outcome.from_json(json.loads(rest))
+                record.outcome = _decoded(_OUTCOME, rest)
             case _:
                 raise ValueError(f"cannot read a record: unknown line {line[:80]!r}")
     return len(content) - len(lines[-1])
+
+
+def _decoded(decoder: msgspec.json.Decoder[Decoded], text: str) -> Decoded:
+    try:
+        return decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"cannot read a record: {error}") from error
 
 
 def _ended(rest: str) -> EndedLine:
@@ -219,18 +231,21 @@ class RecordFile:
         return cls(directory_fd, seq, 0)
 
     def read(self) -> Record:
-        """What it says now."""
-        self._offset += _take(self._record, os.pread(self.fd, 1 << 20, self._offset))
-        return copy.copy(self._record)
+        """What it says now; always the same object, which later reads add to."""
+        content = os.pread(self.fd, _USUAL_BYTES, self._offset)
+        if len(content) == _USUAL_BYTES:
+            content += os.pread(self.fd, _MOST_BYTES, self._offset + len(content))
+        self._offset += _take(self._record, content)
+        return self._record
 
     def append_slot(self, slot: SlotRecord) -> None:
-        self._append("slot", json.dumps(dataclasses.asdict(slot)))
+        self._append("slot", _ENCODER.encode(slot).decode())
 
     def append_cause(self, cause: Cause, text: str) -> None:
         self._append("cause", f"{cause} {text}".rstrip().replace("\n", " "))
 
     def append_outcome(self, outcome: Outcome) -> None:
-        self._append("outcome", json.dumps(outcome.to_json()))
+        self._append("outcome", _ENCODER.encode(outcome).decode())
 
     def append_owner(self, generation: int) -> None:
         self._append("owner", str(generation))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
+import functools
 import logging
 import os
 import select
@@ -89,6 +89,8 @@ class Spawner:
         self.generation = generation
         self.loop = Loop()
         self.tasks: dict[int, Task] = {}
+        # Over which connection a task's output pipe went: once is enough for each.
+        self._holds_output: dict[int, Connection | None] = {}
         self.children = Children(self.loop)
         self.places = places
         if os.geteuid() == 0:
@@ -101,6 +103,9 @@ class Spawner:
         self.controllers = self.tree.controllers if self.tree is not None else frozenset[str]()
         lacks = self.tree.lacks if self.tree is not None else host.lacks
         self.host = dataclasses.replace(host, controllers=self.controllers, lacks=lacks)
+        self._degraded = functools.lru_cache(maxsize=64)(
+            lambda profile, limits: capabilities.features(profile, limits, self.host, settings.view)
+        )
         self.uids: UidPool | None = None
         self._sweeper: UidSweeper | None = None
         if host.root:
@@ -155,7 +160,7 @@ class Spawner:
 
     def degraded(self, profile: Profile, limits: Limits) -> tuple[str, ...]:
         """What this host cannot enforce of a task's profile and limits."""
-        return capabilities.features(profile, limits, self.host, self.settings.view)
+        return self._degraded(profile, limits)
 
     def listen(self) -> None:
         """Opens the way in for supervisors and, where tasks outlive one, starts the standby."""
@@ -357,9 +362,6 @@ class Spawner:
         self.tasks[start.seq] = task
         self.children.watch(made.launcher_pid, lambda _status: task.launcher_exited())
         task.follow()
-        if not start.own_stdio:
-            # Before it can print: should we die now, the supervisor holds what it prints.
-            self._send_with_output(protocol.Prepared(start.seq), task)
         try:
             if line is None or self.containers is None:
                 self._starter.hand_over(made, start, request, record.fd)
@@ -372,6 +374,9 @@ class Spawner:
         except (OSError, ValueError) as error:
             task.hear_launcher()
             task.kill(Cause.START_DEADLINE, f"cannot start the task: {error}")
+        if not start.own_stdio and task.phase is not Phase.OVER:
+            # Should we die now: until the supervisor holds the pipe the launcher stays for it.
+            self._send_with_output(protocol.Prepared(start.seq), task)
         self._watch_memory()
 
     def _try_again(self, seq: int, failure: int | None) -> bool:
@@ -510,7 +515,13 @@ class Spawner:
         elif not self._try_again(task.seq, errno.ESRCH):
             reason = f"cannot start the task: its launcher was killed {attempt.tries + 1} times"
             self._not_started(attempt.start, ErrorCode.SPAWN_FAILED, reason)
-        used = task.slot
+        self._clean(task.slot)
+
+    def launcher_gone(self, task: Task) -> None:
+        """The slot can be cleaned up now."""
+        self._clean(task.slot)
+
+    def _clean(self, used: Slot) -> None:
         self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
 
     def task_over(self, task: Task) -> None:
@@ -521,12 +532,13 @@ class Spawner:
             self._forget(task)
         else:
             self._attempts.forget(task.seq)
-            self._send_with_output(protocol.Ended(task.seq, task.outcome), task)
-        used = task.slot
+            self._tell(task)
         if task.survivors:
-            self.cleaner.put_aside(used.name)
+            self.cleaner.put_aside(task.slot.name)
+        elif task.lingers:
+            self.cleaner.expect(task.slot.name)
         else:
-            self.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
+            self._clean(task.slot)
         if isinstance(task, ContainerTask) and task.left_container and self.containers is not None:
             self.containers.sweep.start()
         if (
@@ -539,7 +551,11 @@ class Spawner:
     def _send_with_output(
         self, message: protocol.Prepared | protocol.Started | protocol.Ended, task: Task
     ) -> None:
-        if task.header.own_stdio or task.slot.output_fd < 0:
+        if (
+            task.header.own_stdio
+            or task.slot.output_fd < 0
+            or self._holds_output.get(task.seq) is self._connection
+        ):
             self._send(message)
             return
         try:
@@ -550,6 +566,7 @@ class Spawner:
             return
         try:
             self._send(message, (fd,))
+            self._holds_output[task.seq] = self._connection
         finally:
             os.close(fd)
 
@@ -563,6 +580,7 @@ class Spawner:
     def _forget(self, task: Task) -> None:
         """The outcome is safe with the supervisor: record and output pipe may go."""
         del self.tasks[task.seq]
+        self._holds_output.pop(task.seq, None)
         if task.slot.output_fd >= 0:
             os.close(task.slot.output_fd)
         with contextlib.suppress(FileNotFoundError):
@@ -586,7 +604,7 @@ class Spawner:
                 has_output=has_output,
                 outcome=task.outcome,
             )
-            size += len(json.dumps(dataclasses.asdict(entry))) + 2
+            size += protocol.encoded_bytes(entry) + 1
             if size > protocol.MAX_MESSAGE_BYTES - 256 and listed:
                 break
             if has_output:
@@ -641,7 +659,7 @@ class Spawner:
         unused.let_go()
         os.close(unused.output_fd)
         os.unlink(unused.name, dir_fd=self.places.output)
-        self.cleaner.clean(unused.name, unused.groups, unused.uid, unused.uid_lock)
+        self._clean(unused)
 
     def _stop(self) -> None:
         self._idle = None
@@ -655,7 +673,7 @@ class Spawner:
         self._stopping = True
         self._confiner.close()
         if self._sweeper is not None:
-            self._sweeper.sweep()
+            self._sweeper.finish()
         self._standby.dismiss(self._remove_traces)
 
     def _remove_traces(self) -> None:

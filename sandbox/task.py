@@ -58,6 +58,9 @@ class Observer(Protocol):
 
     def task_over(self, task: Task) -> None: ...
 
+    def launcher_gone(self, task: Task) -> None:
+        """Told of a task that is over, if its launcher lingered."""
+
 
 class Task:
     """A task with its slot and record.
@@ -65,6 +68,7 @@ class Task:
     Attributes:
         outcome: set when phase is OVER.
         survivors: pids that could not be killed; the slot must be set aside.
+        lingers: the task is over, and its launcher has only to exit.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Task:
         self.started: StartedLine | None = None
         self.outcome: Outcome | None = None
         self.survivors: tuple[int, ...] = ()
+        self.lingers = False
         self.sampler: Sampler | None = None
         self._loop = loop
         self._observer = observer
@@ -236,7 +241,12 @@ class Task:
         if self.phase is not Phase.OVER:
             self.hear_launcher()
         if self.phase is Phase.OVER:
-            # Seen by its group to be gone, and only now reaped; the record may be closed.
+            # Its task was seen to be gone before, and the record may be closed.
+            if self.lingers:
+                self.lingers = False
+                self._stop_timer("launcher")
+                self._let_go_of_launcher()
+                self._observer.launcher_gone(self)
             return
         found = self.record.read()
         if found.never_started and self.phase is Phase.STARTING:
@@ -261,6 +271,11 @@ class Task:
         self.phase = Phase.CLEARING
         for name in list(self._timers):
             self._stop_timer(name)
+        if found.ended is not None and self.slot.channel is not None and self.reach.is_left():
+            # What the launcher still has to do is to exit, and no outcome waits for that.
+            self.lingers = True
+            self._finish()
+            return
         if self.reach.gone():
             self._finish()
             return
@@ -307,7 +322,13 @@ class Task:
             self._loop.unwatch(self._events_fd)
             os.close(self._events_fd)
             self._events_fd = -1
-        self._let_go_of_launcher()
+        if self.lingers:
+            assert self.slot.channel is not None
+            self._loop.unwatch(self.slot.channel.fileno())
+            kill = self.reach.kill_launcher_too
+            self._timer("launcher", LAUNCHER_WAIT_S, lambda: self._kill(kill))
+        else:
+            self._let_go_of_launcher()
 
     def _finish(self) -> None:
         self._close()

@@ -11,7 +11,6 @@ stockade-ID.scope/        the worker's; no process of its own, so that controlle
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -50,6 +49,9 @@ def safe_name(text: str) -> str:
     """
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:64]
     if plain != text:
+        # Here, for few need it: it loads OpenSSL, a fifth of what a spawner holds in memory.
+        import hashlib
+
         plain += "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return plain
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 from collections.abc import Collection, Container, Iterator
 from typing import Final, NoReturn
 
@@ -27,6 +28,7 @@ DIRECTORIES: Final = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp")
 # A sweep costs a fork and a look at all these places: it is done for many uids at once.
 _BATCH: Final = 32
 _WAIT_S: Final = 1.0
+_PART_BYTES: Final = 65536
 
 
 class UidSweeper:
@@ -36,46 +38,76 @@ class UidSweeper:
         self._loop = loop
         self._uids = uids
         self._timer: Timer | None = None
+        self._child: _Child | None = None
         uids.on_used = self._uid_was_used
+        uids.on_exhausted = self.finish
 
     def _uid_was_used(self) -> None:
         if len(self._uids.used) >= min(_BATCH, self._uids.size // 4):
-            self.sweep()
+            self._begin()
         elif self._timer is None:
-            self._timer = self._loop.call_later(_WAIT_S, self.sweep)
+            self._timer = self._loop.call_later(_WAIT_S, self._begin)
 
-    def sweep(self) -> None:
-        """Sweeps all that were used, and waits for it: some milliseconds, for many tasks."""
+    def _begin(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._child is None and self._uids.used:
+            self._child = _Child(self._uids.begin_sweep())
+            self._loop.watch(self._child.report, select.EPOLLIN, self._read)
+
+    def _read(self, _events: int) -> None:
+        assert self._child is not None
+        found = self._child.read()
+        if found is None:
+            return
+        self._loop.unwatch(self._child.report)
+        self._child.close()
+        self._child = None
+        for uid, why in found.items():
+            log.error("uid %d is not used again: %s", uid, why)
+        self._uids.end_sweep(found)
         if self._uids.used:
-            found = sweep_in_child(self._uids.used.keys())
-            for uid, why in found.items():
-                log.error("uid %d is not used again: %s", uid, why)
-            self._uids.free_used(found)
+            self._uid_was_used()
+
+    def finish(self) -> None:
+        """Sweeps all that were used, and waits for it: some milliseconds, for many tasks."""
+        self._begin()
+        while self._child is not None:
+            self._read(0)
+            self._begin()
 
 
-def sweep_in_child(uids: Collection[int]) -> dict[int, str]:
-    """Removes what these uids left on the host; as root.
+class _Child:
+    """A child that sweeps these uids. Its end is the spawner's loop's to see."""
 
-    Returns:
-        Of the uids of which something is left: why.
-    """
-    report, theirs = os.pipe2(os.O_CLOEXEC)
-    pid, pidfd = clone.clone3(0)
-    if pid == 0:
-        _sweep_and_exit(uids, theirs)
-    os.close(theirs)
-    try:
-        with open(report, "rb") as answers:
-            said = answers.read()
-    finally:
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    def __init__(self, uids: Collection[int]) -> None:
+        self._uids = uids
+        self._said = b""
+        self.report, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid, pidfd = clone.clone3(0)
+        except OSError:
+            os.close(self.report)
+            os.close(theirs)
+            raise
+        if pid == 0:
+            _sweep_and_exit(uids, theirs)
+        os.close(theirs)
         os.close(pidfd)
-    if not said:
-        return dict.fromkeys(uids, "the sweep of what its task left failed")
-    return {int(uid): why for uid, why in json.loads(said).items()}
+
+    def read(self) -> dict[int, str] | None:
+        """Waits for a part of its answer: which uids something is left of, and why, or None yet."""
+        part = os.read(self.report, _PART_BYTES)
+        if part:
+            self._said += part
+            return None
+        if not self._said:
+            return dict.fromkeys(self._uids, "the sweep of what its task left failed")
+        return {int(uid): why for uid, why in json.loads(self._said).items()}
+
+    def close(self) -> None:
+        os.close(self.report)
 
 
 def _sweep_and_exit(uids: Collection[int], report: int) -> NoReturn:
@@ -88,7 +120,13 @@ def _sweep_and_exit(uids: Collection[int], report: int) -> NoReturn:
 
 
 def sweep(uids: Container[int]) -> dict[int, str]:
-    """As sweep_in_child. The caller is root, with a session keyring of its own."""
+    """Removes what these uids left on the host.
+
+    The caller is root, with a session keyring of its own.
+
+    Returns:
+        Of the uids of which something is left: why.
+    """
     owners = {uid for uid in _owners() if uid in uids}
     left: dict[int, str] = {}
     for uid in owners:

@@ -44,7 +44,10 @@ class UidPool:
         self.size = last - first + 1 - RESERVED
         # Back from a task, still locked, and not to be taken before they were swept.
         self.used: dict[int, int | None] = {}
+        self._swept: dict[int, int | None] = {}
         self.on_used: Callable[[], None] = lambda: None
+        # Returns when whatever can be freed is.
+        self.on_exhausted: Callable[[], None] = lambda: None
         # Takes note of who died with a uid, before one is looked for.
         self.before_take: Callable[[], None] = lambda: None
         self._free = collections.deque(range(first + RESERVED, last + 1))
@@ -62,8 +65,8 @@ class UidPool:
             SandboxSetupError: every uid of the range is in use.
         """
         self.before_take()
-        if not self._free and self.used:
-            self.on_used()
+        if not self._free:
+            self.on_exhausted()
         for _ in range(len(self._free)):
             uid = self._free.popleft()
             lock_fd = self._lock(uid)
@@ -100,13 +103,18 @@ class UidPool:
         os.close(lock_fd)
         self._free.append(uid)
 
-    def free_used(self, spoiled: Container[int]) -> None:
-        """The used ones serve again, but those that are ``spoiled``, which stay locked."""
-        for uid, lock_fd in self.used.items():
+    def begin_sweep(self) -> tuple[int, ...]:
+        """The used ones, until ``end_sweep``; what comes back meanwhile is for the next sweep."""
+        self._swept, self.used = self.used, {}
+        return tuple(self._swept)
+
+    def end_sweep(self, spoiled: Container[int]) -> None:
+        """Those that were swept serve again, but the ``spoiled`` ones, which stay locked."""
+        for uid, lock_fd in self._swept.items():
             if uid in spoiled:
                 continue
             if lock_fd is not None:
                 locks.unlock_byte(lock_fd, uid)
                 os.close(lock_fd)
             self._free.append(uid)
-        self.used.clear()
+        self._swept = {}

@@ -235,6 +235,7 @@ class Driver:
     def ended(self) -> list[int]:
         """Waits for the end of a task that leaves nothing behind; the ended line's numbers."""
         assert self.said() == launch_message.SAYS_STARTED
+        assert self.said() == launch_message.SAYS_ENDED
         assert self.said() == b""
         assert self.wait() == 0
         started, ended = self.record()

@@ -157,9 +157,9 @@ def test_pid_of_another_process_is_never_signalled(client: SpawnerClient) -> Non
     innocent = os.posix_spawn("/bin/sleep", ["sleep", "98784"], {})
     try:
         lines = record.read_text().splitlines(keepends=True)
-        launcher = lines[0].split('"launcher_pid": ')[1].split(",")[0]
+        launcher = lines[0].split('"launcher_pid":')[1].split(",")[0]
         record.write_text(
-            "".join(lines).replace(f'"launcher_pid": {launcher}', f'"launcher_pid": {innocent}')
+            "".join(lines).replace(f'"launcher_pid":{launcher}', f'"launcher_pid":{innocent}')
         )
         client.socket.close()
         client.connect()
