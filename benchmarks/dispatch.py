@@ -11,176 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-import aiohttp
-from aiohttp import web
+from bare import bare_rate, bare_s
+from timing import percentile
+from worker import running_worker
 
-from stockade.supervisor.wire.messages import (
-    ACK_PATH,
-    EXECUTE_PATH,
-    HEARTBEAT_PATH,
-    REGISTER_PATH,
-    REPORT_PATH,
-)
-
-COMMAND: Final = ("bash", "-lc", "true")
-DEADLINE_S: Final = 60.0
-ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent"}
-
-
-class Scheduler:
-    """Answers a worker and wakes whoever waits for a task's terminal report."""
-
-    def __init__(self) -> None:
-        self.ended: dict[str, asyncio.Future[str]] = {}
-        self.worker: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def start(self) -> str:
-        app = web.Application()
-        app.router.add_post(REGISTER_PATH, self._register)
-        for path in (HEARTBEAT_PATH, ACK_PATH):
-            app.router.add_post(path, self._ok)
-        app.router.add_post(REPORT_PATH, self._report)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        port = self._runner.addresses[0][1]
-        return f"http://127.0.0.1:{port}"
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-
-    async def _register(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if not self.worker.done():
-            self.worker.set_result(body["callback_url"])
-        return web.json_response(body, status=201)
-
-    async def _ok(self, request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({"status": "ok"})
-
-    async def _report(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        future = self.ended.get(body["schedule_instance_id"])
-        if body["status"] != "running" and future is not None and not future.done():
-            future.set_result(body["status"])
-        return web.json_response({"status": "ok"})
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def bare_s() -> float:
-    """One ``bash -lc true`` by posix_spawn, started and reaped."""
-    began = time.perf_counter()
-    pid = os.posix_spawnp(COMMAND[0], COMMAND, ENVIRONMENT)
-    os.waitpid(pid, 0)
-    return time.perf_counter() - began
-
-
-async def bare_rate(count: int) -> float:
-    """Runs a second of two loops in parallel."""
-
-    def loop() -> None:
-        for _ in range(count // 2):
-            bare_s()
-
-    began = time.perf_counter()
-    await asyncio.gather(asyncio.to_thread(loop), asyncio.to_thread(loop))
-    return count / (time.perf_counter() - began)
-
-
-class Bench:
-    def __init__(self, session: aiohttp.ClientSession, scheduler: Scheduler, url: str) -> None:
-        self._session = session
-        self._scheduler = scheduler
-        self._url = url
-        self._count = 0
-
-    async def task(self) -> float:
-        self._count += 1
-        key = f"bench-{self._count}"
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._scheduler.ended[key] = future
-        began = time.perf_counter()
-        body = {"schedule_instance_id": key, "task_type": "shell", "payload": "true"}
-        async with self._session.post(self._url + EXECUTE_PATH, json=body) as answer:
-            assert answer.status == 202, await answer.text()
-        status = await asyncio.wait_for(future, DEADLINE_S)
-        assert status == "success", status
-        del self._scheduler.ended[key]
-        return time.perf_counter() - began
-
-    async def rate(self, count: int, in_flight: int) -> float:
-        left = iter(range(count))
-
-        async def one_after_another() -> None:
-            for _ in left:
-                await self.task()
-
-        began = time.perf_counter()
-        await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
-        return count / (time.perf_counter() - began)
-
-
-class Running(NamedTuple):
-    """A worker of its own with a scheduler, for the time of a benchmark."""
-
-    bench: Bench
-    pid: int
-    id: str
-    runtime_dir: Path
-
-
-@contextlib.asynccontextmanager
-async def running_worker(in_flight: int) -> AsyncIterator[Running]:
-    scheduler = Scheduler()
-    url = await scheduler.start()
-    place = Path(tempfile.mkdtemp(prefix="stockade-bench-"))
-    place.chmod(0o711)
-    # As /run is on a host: in memory.
-    runtime = Path(tempfile.mkdtemp(prefix="stockade-bench-", dir="/dev/shm"))
-    runtime.chmod(0o711)
-    environment = {
-        **ENVIRONMENT,
-        "STOCKADE_WORKER_ID": place.name,
-        "STOCKADE_WORKER_STATE_DIR": str(place / "state"),
-        "STOCKADE_WORKER_RUNTIME_DIR": str(runtime),
-        "STOCKADE_WORKER_ON_UNSUPPORTED": "degrade",
-        "STOCKADE_WORKER_MAX_CONCURRENCY": str(max(8, in_flight)),
-        "STOCKADE_HTTP_LISTEN": "127.0.0.1:0",
-        "STOCKADE_HTTP_SCHEDULER": url,
-    }
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "stockade.supervisor.cli.main", "worker"],
-        env=environment, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        worker_url = await asyncio.wait_for(scheduler.worker, DEADLINE_S)
-        async with aiohttp.ClientSession() as session:
-            bench = Bench(session, scheduler, worker_url)
-            yield Running(bench, worker.pid, place.name, runtime)
-    finally:
-        worker.terminate()
-        worker.wait()
-        await scheduler.stop()
-        shutil.rmtree(place)
-        shutil.rmtree(runtime)
+ROUNDS = 3
 
 
 async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:
@@ -194,9 +34,9 @@ async def measure(repetitions: int, in_flight: int) -> dict[str, Any]:
             bare.append(bare_s())
             tasks.append(await bench.task())
         rates: dict[str, list[float]] = {"bare": [], "worker": []}
-        for _ in range(3):
-            rates["bare"].append(await bare_rate(repetitions))
-            rates["worker"].append(await bench.rate(repetitions, in_flight))
+        for _ in range(ROUNDS):
+            rates["bare"].append((await bare_rate(repetitions))[0])
+            rates["worker"].append((await bench.burst(repetitions, in_flight))[0])
     return {
         "one_at_a_time": {
             "repetitions": repetitions,

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from timing import percentile
 
 from stockade.sandbox.outcome import Outcome, Status
 from stockade.supervisor.cli.control_client import ControlClient
@@ -79,10 +80,6 @@ async def transitions(journal: Journal, name: str, at_once: int, seconds: float)
         "accept_p50_ms": milliseconds(statistics.median(waits)),
         "accept_p99_ms": milliseconds(percentile(waits, 0.99)),
     }
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def milliseconds(seconds: float) -> float:

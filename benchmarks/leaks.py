@@ -22,7 +22,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from dispatch import Running, bare_s, running_worker
+from accounting import kernel_kib
+from bare import bare_s
+from worker import Running, running_worker
 
 from stockade.platform import cgroup, proc
 from stockade.platform.cgroup import Group
@@ -64,27 +66,6 @@ class Look:
         return self.task_p50_ms / self.bare_p50_ms
 
 
-def spawners(runtime_dir: Path) -> tuple[int, int]:
-    """The active spawner, and its child, the standby."""
-    wanted = f'"runtime_dir": "{runtime_dir}"'.encode()
-    found = []
-    for pid in proc.all_processes():
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if wanted in line:
-            found.append(pid)
-    (standby,) = [pid for pid in found if (one := proc.process(pid)) and one.parent in found]
-    (active,) = [pid for pid in found if pid != standby]
-    return active, standby
-
-
-def slab_bytes() -> int:
-    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(table["Slab"].split()[0]) * 1024
-
-
 def groups_below(spawner: int) -> tuple[int, int]:
     """Groups below the worker's own, and dying ones of the hierarchy; 0 and 0 without a tree."""
     mount, name = cgroup.find_mount(), cgroup.group_of(spawner)
@@ -100,7 +81,7 @@ async def look(running: Running, tasks: int) -> Look:
     for _ in range(PAIRS):
         bare_times.append(bare_s())
         task_times.append(await running.bench.task())
-    active, standby = spawners(running.runtime_dir)
+    active, standby = running.spawners()
     groups, dying = groups_below(active)
     return Look(
         tasks=tasks,
@@ -110,7 +91,7 @@ async def look(running: Running, tasks: int) -> Look:
         descriptors=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (running.pid, active)),
         groups=groups,
         dying=dying,
-        slab_bytes=slab_bytes(),
+        slab_bytes=1024 * kernel_kib()["Slab"],
         task_p50_ms=1e3 * statistics.median(task_times),
         bare_p50_ms=1e3 * statistics.median(bare_times),
     )
@@ -160,7 +141,7 @@ async def measure(tasks: int, in_flight: int) -> list[Look]:
     async with running_worker(in_flight) as running:
         print(HEADER, flush=True)
         for part in range(1, PARTS + 1):
-            await running.bench.rate(tasks // PARTS - PAIRS, in_flight)
+            await running.bench.burst(tasks // PARTS - PAIRS, in_flight)
             looks.append(await look(running, part * (tasks // PARTS)))
             print(line(looks[-1]), flush=True)
     return looks
