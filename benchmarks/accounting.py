@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from stockade.platform import prctl, proc
 
@@ -67,16 +68,26 @@ def machine_busy_s() -> float:
     return cpus * time.clock_gettime(time.CLOCK_BOOTTIME) - (idle + iowait) / _TICKS_PER_S
 
 
-def wake_ups(pids: Iterable[int]) -> int:
-    """How often the threads of these processes have gone to sleep, and so been woken."""
-    total = 0
+class Activity(NamedTuple):
+    """What a process has done since it started: times on a CPU, and sleeps that it woke from."""
+
+    cpu_s: float
+    wake_ups: int
+
+
+def activity(pids: Iterable[int]) -> dict[int, Activity]:
+    """Of each that lives; exact, where process_cpu_s counts in ticks."""
+    found = {}
     for pid in pids:
-        for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        cpu_ns = sleeps = 0
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
-                for line in status.read_text().splitlines():
+                cpu_ns += int((thread / "schedstat").read_text().split()[0])
+                for line in (thread / "status").read_text().splitlines():
                     if line.startswith("voluntary_ctxt_switches"):
-                        total += int(line.split()[1])
-    return total
+                        sleeps += int(line.split()[1])
+        found[pid] = Activity(cpu_ns / 1e9, sleeps)
+    return found
 
 
 def resident_mib(pid: int) -> float:

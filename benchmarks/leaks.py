@@ -19,6 +19,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,9 +77,9 @@ def groups_below(spawner: int) -> tuple[int, int]:
     return own.get("nr_descendants", 0), whole.get("nr_dying_descendants", 0)
 
 
-async def look(running: Running, tasks: int) -> Look:
+async def look(running: Running, tasks: int, pairs: int) -> Look:
     task_times, bare_times = [], []
-    for _ in range(PAIRS):
+    for _ in range(pairs):
         bare_times.append(bare_s())
         task_times.append(await running.bench.task())
     active, standby = running.spawners()
@@ -114,7 +115,7 @@ def line(one: Look) -> str:
 
 def growth(looks: list[Look], bounds: Bounds) -> list[str]:
     """What grew beyond its bound between the warm worker and the end."""
-    warm, end = looks[PARTS // 2 - 1], looks[-1]
+    warm, end = looks[len(looks) // 2 - 1], looks[-1]
     found = []
     for name, bound in (
         ("supervisor_bytes", bounds.memory_bytes),
@@ -129,21 +130,29 @@ def growth(looks: list[Look], bounds: Bounds) -> list[str]:
         if grown > bound:
             found.append(f"{name} grew by {grown}, the bound is {bound}")
     # The middle of several: each p50 alone is a moment's.
-    early = statistics.median(one.ratio for one in looks[1 : PARTS // 4])
-    late = statistics.median(one.ratio for one in looks[-PARTS // 4 :])
+    early = statistics.median(one.ratio for one in looks[1 : len(looks) // 4])
+    late = statistics.median(one.ratio for one in looks[-(len(looks) // 4) :])
     if late > early * bounds.ratio:
         found.append(f"a task took {early:.2f} x bash alone early and {late:.2f} x late")
     return found
 
 
+async def looks_at(
+    tasks: int, in_flight: int, parts: int = PARTS, pairs: int = PAIRS
+) -> AsyncIterator[Look]:
+    """Runs so many tasks and looks after each part of them."""
+    async with running_worker(in_flight) as running:
+        for part in range(1, parts + 1):
+            await running.bench.burst(tasks // parts - pairs, in_flight)
+            yield await look(running, part * (tasks // parts), pairs)
+
+
 async def measure(tasks: int, in_flight: int) -> list[Look]:
     looks = []
-    async with running_worker(in_flight) as running:
-        print(HEADER, flush=True)
-        for part in range(1, PARTS + 1):
-            await running.bench.burst(tasks // PARTS - PAIRS, in_flight)
-            looks.append(await look(running, part * (tasks // PARTS)))
-            print(line(looks[-1]), flush=True)
+    print(HEADER, flush=True)
+    async for one in looks_at(tasks, in_flight):
+        looks.append(one)
+        print(line(one), flush=True)
     return looks
 
 

@@ -153,8 +153,8 @@ PEERS: Final[dict[str, type[Peer]]] = {"RQ": Rq, "Celery": CeleryPrefork}
 
 
 @contextlib.contextmanager
-def redis_server() -> Iterator[str]:
-    """The socket of a redis with its defaults, but for where it listens and writes."""
+def redis_server() -> Iterator[tuple[str, int]]:
+    """The socket and pid of a redis with its defaults, but for where it listens and writes."""
     if shutil.which("redis-server") is None:
         raise UnavailableError("no redis-server: apt install redis-server")
     place = tempfile.mkdtemp(prefix=PREFIX, dir=STATE_ON)
@@ -165,7 +165,7 @@ def redis_server() -> Iterator[str]:
     try:
         while server.poll() is None and not os.path.exists(socket):
             time.sleep(0.01)
-        yield socket
+        yield socket, server.pid
     finally:
         server.terminate()
         server.wait()

@@ -47,6 +47,11 @@ def interleaved(
     return taken
 
 
+def beside(times: Sequence[float], bare: Sequence[float]) -> dict[str, float]:
+    """The columns of a sample and of the bare way that was interleaved with it."""
+    return {**milliseconds(times), "bare ms": 1e3 * statistics.median(bare)}
+
+
 def exponent(points: Iterable[tuple[float, float]]) -> float:
     """The b of y = a x^b that fits best (least squares of the logarithms); 0 is no growth."""
     logs = [(math.log(x), math.log(y)) for x, y in points]

@@ -215,8 +215,12 @@ async def _registered(scheduler: Scheduler, worker: subprocess.Popen[bytes], log
 
 
 def _begin_with(journal: Path, directory: Path) -> None:
-    directory.mkdir(parents=True)
-    copy = shutil.copy(journal, directory / "journal.db")
+    directory.mkdir(parents=True, mode=0o700)
+    copy = shutil.copyfile(journal, directory / "journal.db")
+    copy.chmod(0o600)
+    # Or the worker's first fsync waits for all of it.
+    with open(copy, "rb") as file:
+        os.fsync(file.fileno())
     with contextlib.suppress(KeyError):
         user = pwd.getpwnam("stockade")
         if os.geteuid() == 0:

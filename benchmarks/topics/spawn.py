@@ -78,7 +78,7 @@ def _all_ways(topic: Topic, stamp: str | None) -> Iterator[dict[str, Way]]:
         add("bubblewrap", ways.bubblewrap())
         add("runexec", containers.runexec())
         try:
-            socket = stack.enter_context(redis_peers.redis_server())
+            socket, _ = stack.enter_context(redis_peers.redis_server())
         except UnavailableError as error:
             topic.skipped |= dict.fromkeys(redis_peers.PEERS, str(error))
         else:
