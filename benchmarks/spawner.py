@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accounting import tree_cpu_s
-from worker import places
+from worker import PREFIX, places
 
 from stockade.platform import memfd, sockets
 from stockade.sandbox import protocol
@@ -56,7 +56,7 @@ class Spawner:
         for place in (state, run):
             place.mkdir(mode=0o711)
         self.settings = SpawnerSettings(
-            worker_id=f"bench-{os.getpid()}-{number}",
+            worker_id=f"{PREFIX}{number}",
             runtime_dir=str(run),
             state_dir=str(state),
             supervisor_uid=os.geteuid(),

@@ -167,6 +167,8 @@ def systemd_run() -> Iterator[Way]:
 @contextlib.contextmanager
 def stamp() -> Iterator[str]:
     """A small static program that prints the monotonic time of its first instruction, in ns."""
+    if shutil.which("gcc") is None:
+        raise UnavailableError("no gcc: apt install gcc libc6-dev")
     try:
         place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=VISIBLE))
     except PermissionError as error:

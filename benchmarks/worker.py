@@ -26,7 +26,8 @@ ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexist
 # As a host has them: state on a disk, sockets and records in memory (/run is no tmpfs everywhere).
 STATE_ON: Final = "/var/tmp"
 RUNTIME_ON: Final = "/dev/shm"
-PREFIX: Final = "stockade-bench-"
+# Whatever a run makes bears its number.
+PREFIX: Final = f"stockade-bench-{os.getpid()}-"
 LINKS: Final[dict[str, type[HttpScheduler] | type[GrpcScheduler]]] = {
     "http": HttpScheduler,
     "grpc": GrpcScheduler,
