@@ -138,5 +138,5 @@ def test_a_run_is_published_between_the_marks_of_the_document(tmp_path: Path) ->
         subprocess.run([sys.executable, "-c", program, tmp_path], cwd=BENCHMARKS, check=True)
     text = document.read_text()
     assert text.count("| Stockade | 1.25 |") == 1
-    assert "](x.svg)" in text
+    assert "](./x.svg)" in text
     assert text.startswith("# Benchmarks")
