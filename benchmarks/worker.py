@@ -146,12 +146,12 @@ def places() -> Iterator[tuple[Path, Path]]:
 
 def _stop(worker: subprocess.Popen[bytes], runtime_dir: Path) -> None:
     """Ends the worker and what runs in it, and waits until its spawners are gone too."""
-    end = time.monotonic() + DEADLINE_S
     while worker.poll() is None:
         # The second one ends the drain.
         worker.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(1)
+    end = time.monotonic() + DEADLINE_S
     while spawners_of(runtime_dir):
         assert time.monotonic() < end, "a spawner outlives its worker"
         time.sleep(0.05)

@@ -29,7 +29,8 @@ FLOOD: Final = "yes"
 ATTACKS: Final = {
     "endless loop": LOOP,
     "another endless loop": LOOP,
-    "fork bomb": ":(){ :|:& };:; wait",
+    # The first sleep keeps the task alive while its bomb has spent itself.
+    "fork bomb": "sleep 3600 & :(){ :|:& };:; wait",
     "memory hog": "tail /dev/zero",
     "output flood": FLOOD,
     "disk filler": "while :; do for i in 1 2 3 4; do dd if=/dev/zero of=f$i bs=1M; done; done",

@@ -23,7 +23,7 @@ from stockade.sandbox.profiles import Profile
 
 NAME: Final = "end-to-end"
 TITLE: Final = "From dispatch to report"
-BARE: Final = "bash -lc true alone, two loops"
+BARE: Final = "bash -lc true alone"
 # grpc once: what differs between profiles is the same over both.
 LINKS: Final = {
     Profile.PROCESS: ("http",),

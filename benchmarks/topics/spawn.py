@@ -142,7 +142,8 @@ def _cpu(topic: Topic, found: dict[str, Way], counts: Counts) -> None:
 @contextlib.contextmanager
 def _ballast() -> Iterator[None]:
     """Makes this process a large one, in pages as a long-lived heap has them."""
-    with mmap.mmap(-1, BALLAST_BYTES) as memory:
+    # Private: a fork copies the page tables of nothing that is shared.
+    with mmap.mmap(-1, BALLAST_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         for offset in range(0, BALLAST_BYTES, mmap.PAGESIZE):
             memory[offset] = 1
