@@ -1,21 +1,28 @@
-"""Puts the figures of a run into docs/benchmarks.md, between two marks."""
+"""Puts the figures of a run into docs/benchmarks.md and the README, between two marks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 from results import Results
-from tables import as_markdown
+from tables import as_markdown, as_pictures
 
-DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+Lines = Callable[[Results, dict[str, list[str]]], Iterable[str]]
+
+_TOP: Final = Path(__file__).resolve().parent.parent
+DOCUMENTS: Final[dict[Path, Lines]] = {
+    _TOP / "docs" / "benchmarks.md": as_markdown,
+    _TOP / "README.md": as_pictures,
+}
 BEGIN: Final = "<!-- figures: benchmarks/run --publish writes what follows -->"
 END: Final = "<!-- end of figures -->"
 
 
 def publish(
-    results: Results, pictures: dict[str, list[str]], directory: Path, document: Path = DOCUMENT
+    results: Results, pictures: dict[str, list[str]], directory: Path, document: Path, lines: Lines
 ) -> None:
     """Replaces what is between the marks.
 
@@ -24,9 +31,10 @@ def publish(
         pictures: file names of its plots in ``directory``, by topic.
         directory: where its files are.
         document: whose marks.
+        lines: what it shows of the run.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has no marks.
     """
     text = document.read_text()
     before, mark, rest = text.partition(BEGIN)
@@ -35,5 +43,5 @@ def publish(
         raise ValueError(f"cannot publish: {document.name} lacks the line {BEGIN!r} or {END!r}")
     place = os.path.relpath(directory, document.parent)
     addresses = {topic: [f"{place}/{name}" for name in names] for topic, names in pictures.items()}
-    lines = "\n".join(as_markdown(results, addresses))
-    document.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}")
+    shown = "\n".join(lines(results, addresses))
+    document.write_text(f"{before}{BEGIN}\n\n{shown}\n\n{END}{after}")

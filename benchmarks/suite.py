@@ -3,7 +3,8 @@
     benchmarks/run [--only TOPIC ...] [--short] [--results DIRECTORY] [--name NAME] [--publish]
 
 Prints a table for each topic, and writes the figures as JSON and the plots as SVG and PNG into
-benchmarks/results. --publish puts the tables and plots into docs/benchmarks.md too. Times are this
+benchmarks/results. --publish puts the tables and plots into docs/benchmarks.md, and the
+headlines' plots into the README. Times are this
 machine's and this moment's: only the ratios carry over.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 import facts
 import plots
-from publish import publish
+from publish import DOCUMENTS, publish
 from results import Results
 from tables import as_text
 from topics import attack, end_to_end, idle, leaks, live, output, rows, spawn
@@ -47,7 +48,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--name", help="default: the date, CPUs and kernel")
     parser.add_argument(
-        "--publish", action="store_true", help="put the figures into docs/benchmarks.md"
+        "--publish",
+        action="store_true",
+        help="put the figures into docs/benchmarks.md and the README",
     )
     given = parser.parse_args()
     if given.publish and (given.short or set(given.only) != set(TOPICS)):
@@ -82,7 +85,8 @@ def main() -> int:
         print(f"skipped: plots: {error}")
         pictures = {}
     if given.publish:
-        publish(results, pictures, given.results)
+        for document, lines in DOCUMENTS.items():
+            publish(results, pictures, given.results, document, lines)
     return 0
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from results import COLUMNS, Results, Row, Topic
+
+# What a page shows that has little room.
+HEADLINES: Final = ("spawn", "end-to-end")
 
 
 def _columns(rows: list[Row]) -> list[str]:
@@ -70,3 +74,12 @@ def as_markdown(results: Results, pictures: dict[str, list[str]]) -> Iterator[st
             yield ""
         for name, reason in topic.skipped.items():
             yield f"- Skipped: {name}: {reason}"
+
+
+def as_pictures(results: Results, pictures: dict[str, list[str]]) -> Iterator[str]:
+    """Lines for a page that shows no more than the first plots."""
+    for topic in results.topics:
+        if topic.name in HEADLINES and topic.name in pictures:
+            yield f"![{topic.title}]({pictures[topic.name][0]})"
+            yield ""
+    yield f"Taken on {results.facts['date']} on {results.facts['CPU']}."

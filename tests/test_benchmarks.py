@@ -79,7 +79,8 @@ def test_peers_are_measured_and_plots_are_drawn_where_they_are_set_up(tmp_path: 
 def results(**figures: float) -> dict[str, Any]:
     row = {"section": "a start", "way": "Stockade", "figures": figures}
     topic = {"name": "spawn", "title": "", "rows": [row], "skipped": {}, "plots": [], "took_s": 1.0}
-    return {"name": "x", "facts": {"date": "2020-01-01", "version": "1"}, "topics": [topic]}
+    facts = {"date": "2020-01-01", "version": "1", "CPU": "2 x CPU"}
+    return {"name": "x", "facts": facts, "topics": [topic]}
 
 
 @pytest.mark.parametrize(
@@ -124,19 +125,24 @@ def test_exponent_is_that_of_the_growth() -> None:
     assert timing.exponent([(n, 7) for n in (10, 100, 1000)]) == pytest.approx(0)
 
 
-def test_a_run_is_published_between_the_marks_of_the_document(tmp_path: Path) -> None:
-    document = tmp_path / "benchmarks.md"
-    document.write_text((BENCHMARKS.parent / "docs" / "benchmarks.md").read_text())
+@pytest.mark.parametrize("name", ["docs/benchmarks.md", "README.md"])
+def test_a_run_is_published_between_the_marks_of_a_document(tmp_path: Path, name: str) -> None:
+    document = tmp_path / Path(name).name
+    document.write_text((BENCHMARKS.parent / name).read_text())
     (tmp_path / "x.json").write_text(json.dumps(results(ratio=1.25)))
     program = (
-        "import sys; from pathlib import Path; from publish import publish; "
-        "from results import Results; here = Path(sys.argv[1]); "
-        "publish(Results.read(here / 'x.json'), {'spawn': ['x.svg']}, here, "
-        "here / 'benchmarks.md')"
+        "import publish, sys; from pathlib import Path; from results import Results\n"
+        "here, document, name = map(Path, sys.argv[1:])\n"
+        "lines = publish.DOCUMENTS[name.resolve()]\n"
+        "run = Results.read(here / 'x.json')\n"
+        "publish.publish(run, {'spawn': ['x.svg']}, here, document, lines)"
     )
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", program, tmp_path], cwd=BENCHMARKS, check=True)
+        command = [sys.executable, "-c", program, tmp_path, document, f"../{name}"]
+        subprocess.run(command, cwd=BENCHMARKS, check=True)
     text = document.read_text()
-    assert text.count("| Stockade | 1.25 |") == 1
-    assert "](./x.svg)" in text
-    assert text.startswith("# Benchmarks")
+    assert text.count("](./x.svg)") == 1
+    assert text.count("2020-01-01") == 1
+    assert ("| Stockade | 1.25 |" in text) == (name == "docs/benchmarks.md")
+    assert text.startswith("# ")
+    assert "](docs/" in text or name != "README.md"
