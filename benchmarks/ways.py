@@ -16,9 +16,16 @@ from typing import Final
 
 from worker import PREFIX
 
+from stockade.supervisor.cli.run import DEFAULT_LANG, DEFAULT_PATH
+from stockade.supervisor.task_types.shell import shell_environment
+
 Argv = Sequence[str]
 
-ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+# What a worker's shell tasks get, for all: LANG alone makes the `id` of /etc/profile read locales.
+ENVIRONMENT: Final = {
+    **shell_environment(path=DEFAULT_PATH, lang=DEFAULT_LANG),
+    "HOME": "/nonexistent",
+}
 STAMP_SOURCE: Final = """
 #include <stdio.h>
 #include <time.h>
