@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterator
+
+import msgspec
 
 from stockade.platform.memfd import sealed_memfd
 from stockade.sandbox.children import Children
@@ -100,7 +101,7 @@ class Containers:
                 stdio=stdio,
                 own_user=True,
             )
-            client = dataclasses.replace(
+            client = msgspec.structs.replace(
                 start, directory="/", profile=Profile.PROCESS, limits=client_limits()
             )
             yield client, request

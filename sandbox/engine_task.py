@@ -97,6 +97,10 @@ class ContainerTask(Task):
         return super()._set_cause(cause, text)
 
     def launcher_exited(self) -> None:
+        if self.phase is Phase.OVER:
+            super().launcher_exited()
+            return
+        self._launcher_is_gone = True
         found = self.record.read()
         if found.ended is None and found.failed is None and found.cause is None:
             log.warning("task seq=%d: its launcher is gone; looking for its container", self.seq)

@@ -92,6 +92,7 @@ class Task:
         self._start_deadline_s = start_deadline_s
         self._timers: dict[str, Timer] = {}
         self._events_fd = -1
+        self._launcher_is_gone = False
         self.reach = self._make_reach()
         groups = slot.groups
         self._ceiling_before = groups.ceiling.hits() if groups is not None else Hits()
@@ -238,6 +239,7 @@ class Task:
 
     def launcher_exited(self) -> None:
         """The launcher is gone. Its record says how the task ended; silence means it was killed."""
+        self._launcher_is_gone = True
         if self.phase is not Phase.OVER:
             self.hear_launcher()
         if self.phase is Phase.OVER:
@@ -273,7 +275,7 @@ class Task:
             self._stop_timer(name)
         if found.ended is not None and self.slot.channel is not None and self.reach.is_left():
             # What the launcher still has to do is to exit, and no outcome waits for that.
-            self.lingers = True
+            self.lingers = not self._launcher_is_gone
             self._finish()
             return
         if self.reach.gone():
