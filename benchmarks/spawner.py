@@ -18,7 +18,7 @@ from stockade.sandbox import protocol
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 
 TRUE: Final = ("/bin/true",)
 UID_MIN: Final = 1_878_000_000

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
+from collections.abc import Callable
 from typing import Final
 
+from stockade.sandbox.hand_over import Request
+from stockade.sandbox.loop import Loop
 from stockade.sandbox.protocol import Start
-from stockade.sandbox.starting import Request
+
+log = logging.getLogger(__name__)
 
 # Waits before the tries after the first. Another slot is the cure for all but EAGAIN, which time
 # cures if anything does.
@@ -45,9 +50,15 @@ class Attempt:
 
 
 class Attempts:
-    """The starts under way, by seq."""
+    """The starts under way, by seq.
 
-    def __init__(self) -> None:
+    Args:
+        attempt: tries one of them.
+    """
+
+    def __init__(self, loop: Loop, attempt: Callable[[int], None]) -> None:
+        self._loop = loop
+        self._attempt = attempt
         self._attempts: dict[int, Attempt] = {}
 
     def __contains__(self, seq: int) -> bool:
@@ -76,14 +87,18 @@ class Attempts:
         """The start; None when it is known no more."""
         return self._attempts.get(seq)
 
-    def wait_s(self, seq: int, failure: int | None) -> float | None:
-        """How long to wait before the next try after ``failure`` (an errno); None for no other."""
+    def again(self, seq: int, failure: int | None) -> bool:
+        """Whether the start that failed with this errno will be tried again; if so, it is."""
         attempt = self._attempts.get(seq)
         waits = _WAITS.get(failure or 0, ())
         if attempt is None or attempt.tries >= len(waits):
-            return None
+            return False
+        wait_s = waits[attempt.tries]
         attempt.tries += 1
-        return waits[attempt.tries - 1]
+        why = os.strerror(failure or 0)
+        log.warning("cannot start task seq=%d: %s; trying another slot", seq, why)
+        self._loop.call_later(wait_s, lambda: self._attempt(seq))
+        return True
 
     def forget(self, seq: int) -> None:
         """It runs, or never will."""

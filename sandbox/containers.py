@@ -15,13 +15,13 @@ from stockade.sandbox.engine import Engine, EngineSettings, RunLine
 from stockade.sandbox.engine_call import Calls
 from stockade.sandbox.engine_sweep import Sweep
 from stockade.sandbox.errors import SandboxSetupError
+from stockade.sandbox.hand_over import Request
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.protocol import Start
 from stockade.sandbox.slot import Slot
-from stockade.sandbox.starting import Request
 
 
 class Containers:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from stockade.platform import clone
-from stockade.sandbox import plan, seccomp_policy, slot_groups, starting, tree
+from stockade.sandbox import hand_over, plan, seccomp_policy, slot_groups, tree
 from stockade.sandbox.capabilities import HostCapabilities, without_lost_quota
 from stockade.sandbox.confinement import Confinement, confine
 from stockade.sandbox.launch_message import (
@@ -103,8 +103,8 @@ class Facts:
             host=host,
             machine=os.uname().machine,
             resolv_conf=resolv_conf_in_run(),
-            own_hard=starting.own_hard_limits(),
-            threads_of_user=0 if host.root else starting.threads_of(os.geteuid()),
+            own_hard=hand_over.own_hard_limits(),
+            threads_of_user=0 if host.root else hand_over.threads_of(os.geteuid()),
         )
 
 

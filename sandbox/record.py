@@ -16,15 +16,20 @@ A record is removed when the supervisor has acknowledged the outcome.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
+from collections.abc import Container, Iterator
 from typing import Final, Self, TypeVar
 
 import msgspec
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+
+# Ends the name of a record that could not be read, kept for a person to look at.
+DAMAGED: Final = ".damaged"
 
 _USUAL_BYTES: Final = 8192
 _MOST_BYTES: Final = 1 << 20
@@ -263,3 +268,18 @@ class RecordFile:
         """Closes and deletes it."""
         self.close()
         os.unlink(str(self.seq), dir_fd=self._directory_fd)
+
+
+def recorded_slots(directory_fd: int, but: Container[int]) -> Iterator[SlotRecord]:
+    """The slots of every record in the directory that can be read, without those ``but``."""
+    for name in os.listdir(directory_fd):
+        if name.endswith(DAMAGED) or int(name) in but:
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            record = RecordFile.open(directory_fd, int(name))
+            try:
+                found = record.read().slot
+            finally:
+                record.close()
+            if found is not None:
+                yield found

@@ -7,20 +7,27 @@ import enum
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from stockade.platform import pidfd, proc
 from stockade.platform.errors import SyscallError
 from stockade.sandbox import slot
+from stockade.sandbox.elders import Elders
 from stockade.sandbox.engine_task import ContainerTask
-from stockade.sandbox.profiles import Profile
-from stockade.sandbox.record import Cause, Record, RecordFile, SlotRecord, generation_of
+from stockade.sandbox.equipment import Equipment
+from stockade.sandbox.record import (
+    DAMAGED,
+    Cause,
+    Record,
+    RecordFile,
+    SlotRecord,
+    generation_of,
+    recorded_slots,
+)
 from stockade.sandbox.slot import Slot
 from stockade.sandbox.task import Phase
-
-if TYPE_CHECKING:
-    from stockade.sandbox.spawner import Spawner
+from stockade.sandbox.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -41,40 +48,44 @@ class Succession(enum.Enum):
     STANDBY = enum.auto()
 
 
-def recover(spawner: Spawner, succession: Succession) -> None:
+def recover(tasks: Tasks, elders: Elders, succession: Succession) -> None:
     """Takes over, or ends, every task of dead spawners; then sweeps what belongs to none.
 
     What living elders have is theirs.
     """
-    alive = frozenset(spawner.elders.generations)
-    _take_records(spawner, succession, lambda generation: generation not in alive)
-    _sweep(spawner, lambda generation: generation not in alive)
-    for name in os.listdir(spawner.places.spawner):
+    alive = frozenset(elders.generations)
+    directory = tasks.equipment.places.spawner
+    _take_records(tasks, elders, succession, lambda generation: generation not in alive)
+    _sweep(tasks, lambda generation: generation not in alive)
+    for name in os.listdir(directory):
         stem, _, kind = name.partition(".")
         if kind in ("sock", "old") and stem.isdigit() and int(stem) not in alive:
-            os.unlink(name, dir_fd=spawner.places.spawner)
-    if spawner.tasks:
-        log.info("took over %d tasks from an earlier spawner", len(spawner.tasks))
+            os.unlink(name, dir_fd=directory)
+    if tasks.by_seq:
+        log.info("took over %d tasks from an earlier spawner", len(tasks.by_seq))
 
 
-def inherit(spawner: Spawner, dead: int) -> None:
+def inherit(tasks: Tasks, elders: Elders, dead: int) -> None:
     """Takes over what an elder had that died while it finished its tasks."""
-    before = len(spawner.tasks)
-    _take_records(spawner, Succession.STANDBY, lambda generation: generation == dead)
-    alive = {spawner.generation, *spawner.elders.generations}
-    _sweep(spawner, lambda generation: generation not in alive)
+    before = len(tasks.by_seq)
+    _take_records(tasks, elders, Succession.STANDBY, lambda generation: generation == dead)
+    alive = {tasks.equipment.generation, *elders.generations}
+    _sweep(tasks, lambda generation: generation not in alive)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{dead}.old", dir_fd=spawner.places.spawner)
-    if len(spawner.tasks) > before:
-        log.info("took over %d tasks from an elder that died", len(spawner.tasks) - before)
+        os.unlink(f"{dead}.old", dir_fd=tasks.equipment.places.spawner)
+    if len(tasks.by_seq) > before:
+        log.info("took over %d tasks from an elder that died", len(tasks.by_seq) - before)
 
 
-def _take_records(spawner: Spawner, succession: Succession, is_ours: Callable[[int], bool]) -> None:
-    for name in sorted(os.listdir(spawner.places.record)):
-        if name.endswith(".damaged") or int(name) in spawner.tasks:
+def _take_records(
+    tasks: Tasks, elders: Elders, succession: Succession, is_ours: Callable[[int], bool]
+) -> None:
+    directory = tasks.equipment.places.record
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(DAMAGED) or int(name) in tasks.by_seq:
             continue
         try:
-            record = RecordFile.open(spawner.places.record, int(name))
+            record = RecordFile.open(directory, int(name))
         except FileNotFoundError:
             # A living elder's, removed just now.
             continue
@@ -83,29 +94,26 @@ def _take_records(spawner: Spawner, succession: Succession, is_ours: Callable[[i
             generation = found.generation
         except ValueError as error:
             # Kept for a person to read, under a name that is not taken for a record again.
-            log.error("cannot read record %s: %s; kept as %s.damaged", name, error, name)
+            log.error("cannot read record %s: %s; kept as %s%s", name, error, name, DAMAGED)
             record.close()
             with contextlib.suppress(OSError):
-                os.rename(
-                    name, f"{name}.damaged",
-                    src_dir_fd=spawner.places.record, dst_dir_fd=spawner.places.record,
-                )  # fmt: skip
+                os.rename(name, name + DAMAGED, src_dir_fd=directory, dst_dir_fd=directory)
             continue
         if found.slot is None or generation is None:
             # Made, and its maker died before it handed anything to a launcher: never started. Or
             # its maker is an elder that is about to write.
-            if spawner.elders.generations:
+            if elders.generations:
                 record.close()
             else:
                 record.remove()
         elif is_ours(generation):
-            _take_over(spawner, succession, record, found, found.slot)
+            _take_over(tasks, succession, record, found, found.slot)
         else:
             record.close()
 
 
 def _take_over(
-    spawner: Spawner, succession: Succession, record: RecordFile, found: Record, header: SlotRecord
+    tasks: Tasks, succession: Succession, record: RecordFile, found: Record, header: SlotRecord
 ) -> None:
     launcher = _open_launcher(header)
     if launcher is not None and _exits_soon(record, launcher):
@@ -124,15 +132,12 @@ def _take_over(
         # a record the supervisor sends it again; what is left of its slot is swept.
         record.remove()
         return
-    record.append_owner(spawner.generation)
-    task = spawner.make_task(
-        _slot_of(spawner, header, launcher), record, header,
-        spawner.degraded(Profile(header.profile), header.limits),
-    )  # fmt: skip
-    spawner.tasks[task.seq] = task
+    equipment = tasks.equipment
+    record.append_owner(equipment.generation)
+    task = tasks.take_on(_slot_of(equipment, header, launcher), record, header)
     task.started = found.started
-    if header.uid is not None and spawner.uids is not None:
-        spawner.uids.adopt(header.uid)
+    if header.uid is not None and equipment.uids is not None:
+        equipment.uids.adopt(header.uid)
     if found.outcome is not None:
         task.outcome = found.outcome
         task.phase = Phase.OVER
@@ -140,7 +145,7 @@ def _take_over(
             os.close(launcher)
             task.slot.launcher_pidfd = -1
         used = task.slot
-        spawner.cleaner.clean(used.name, used.groups, used.uid, None)
+        tasks.cleaner.clean(used.name, used.groups, used.uid, None)
     elif launcher is None:
         task.launcher_exited()
     elif (
@@ -186,12 +191,12 @@ def _open_launcher(header: SlotRecord) -> int | None:
     return fd
 
 
-def _slot_of(spawner: Spawner, header: SlotRecord, launcher: int | None) -> Slot:
+def _slot_of(equipment: Equipment, header: SlotRecord, launcher: int | None) -> Slot:
     groups = None
-    if header.cgroup is not None and spawner.tree is not None:
-        groups = spawner.tree.slot(header.slot)
+    if header.cgroup is not None and equipment.tree is not None:
+        groups = equipment.tree.slot(header.slot)
     try:
-        output_fd = slot.open_output(spawner.places, header.slot)
+        output_fd = slot.open_output(equipment.places, header.slot)
     except FileNotFoundError:
         output_fd = -1
     return Slot(
@@ -208,41 +213,27 @@ def _slot_of(spawner: Spawner, header: SlotRecord, launcher: int | None) -> Slot
     )
 
 
-def _sweep(spawner: Spawner, is_dead: Callable[[int], bool]) -> None:
+def _sweep(tasks: Tasks, is_dead: Callable[[int], bool]) -> None:
     """Removes what dead spawners left: groups, work directories, FIFOs."""
-    kept = {task.slot.name for task in spawner.tasks.values()} | spawner.cleaner.busy
+    places, tree = tasks.equipment.places, tasks.equipment.tree
+    kept = {task.slot.name for task in tasks.by_seq.values()} | tasks.cleaner.busy
     # An elder's task may be in a slot that one before it made.
-    kept |= {theirs.slot for theirs in records_of_others(spawner)}
+    kept |= {theirs.slot for theirs in recorded_slots(places.record, tasks.by_seq)}
 
     def stale(names: Iterable[str]) -> set[str]:
         return {name for name in names if name not in kept and is_dead(generation_of(name))}
 
-    left = stale(os.listdir(spawner.places.work))
-    if spawner.tree is not None:
-        for name in stale(spawner.tree.slots()):
-            groups = spawner.tree.slot(name)
+    left = stale(os.listdir(places.work))
+    if tree is not None:
+        for name in stale(tree.slots()):
+            groups = tree.slot(name)
             try:
-                groups.kill(spawner.controllers)
+                groups.kill(tasks.equipment.controllers)
             except OSError as error:
                 log.warning("cannot kill what is left in slot %s: %s", name, error)
-            spawner.cleaner.clean(name, groups, None, None)
+            tasks.cleaner.clean(name, groups, None, None)
             left.discard(name)
     for name in left:
-        spawner.cleaner.clean(name, None, None, None)
-    for name in stale(os.listdir(spawner.places.output)):
-        os.unlink(name, dir_fd=spawner.places.output)
-
-
-def records_of_others(spawner: Spawner) -> Iterator[SlotRecord]:
-    """What living elders, or whoever is in charge beside us, have."""
-    for name in os.listdir(spawner.places.record):
-        if name.endswith(".damaged") or int(name) in spawner.tasks:
-            continue
-        with contextlib.suppress(OSError, ValueError):
-            record = RecordFile.open(spawner.places.record, int(name))
-            try:
-                found = record.read().slot
-            finally:
-                record.close()
-            if found is not None:
-                yield found
+        tasks.cleaner.clean(name, None, None, None)
+    for name in stale(os.listdir(places.output)):
+        os.unlink(name, dir_fd=places.output)

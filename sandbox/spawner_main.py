@@ -1,7 +1,7 @@
 """The spawner's program: ``python -I -m stockade.sandbox.spawner_main SETTINGS ...``.
 
-With ``--ready-fd N`` it is in charge at once and tells so on that descriptor; see start.py. With
-``--join GROUP`` it moves into a worker's group that lives already. With
+With ``--ready-fd N`` it is in charge at once and tells so on that descriptor; see spawner_start.py.
+With ``--join GROUP`` it moves into a worker's group that lives already. With
 ``--standby-for PID --generation N`` it waits for that spawner's death; see standby.py. With
 ``--tuning TEXT`` it takes the place of one that steps back; see renewal.py.
 """
@@ -22,10 +22,11 @@ from pathlib import Path
 from stockade.platform import clone, keyring, mounts, namespaces, prctl
 from stockade.platform.cgroup import Group
 from stockade.platform.errors import StockadeError, SyscallError
-from stockade.sandbox import recovery, standby
+from stockade.sandbox import standby
 from stockade.sandbox.installed import fingerprint
 from stockade.sandbox.log import set_up as set_up_log
 from stockade.sandbox.places import Places, generations
+from stockade.sandbox.recovery import Succession
 from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.spawner import Spawner
 
@@ -81,12 +82,12 @@ def main() -> int:
     # Terminals and service managers signal whole groups; who ends the spawner is its supervisor.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    succession = recovery.Succession.FIRST
+    succession = Succession.FIRST
     if arguments.standby_for is not None:
         set_up_log("stockade-standby")
         prctl.set_name("stockade-standby")
         standby.wait_for_death_of(arguments.standby_for)
-        succession = recovery.Succession.STANDBY
+        succession = Succession.STANDBY
     set_up_log("stockade-spawner")
     prctl.set_name("stockade-spawner")
     generation = arguments.generation or max(generations(settings.runtime_dir), default=0) + 1
@@ -94,12 +95,12 @@ def main() -> int:
         if arguments.tuning is not None:
             # In the place of a spawner that steps back, and takes its dead elders' tasks over.
             settings = settings.tuned(arguments.tuning)
-            succession = recovery.Succession.STANDBY
+            succession = Succession.STANDBY
         # What the session of whoever started the worker holds is not for its tasks.
         keyring.join_new_session()
         if arguments.join is not None:
             Group(arguments.join / "spawner").attach(os.getpid())
-        if succession is recovery.Succession.FIRST:
+        if succession is Succession.FIRST:
             _leave_host_mounts()
         places = Places.open(settings)
         if not places.take_charge():
@@ -113,7 +114,7 @@ def main() -> int:
         _raise_nofile()
         spawner = Spawner(settings, places, generation, code)
         signal.signal(signal.SIGTERM, lambda _number, _frame: spawner.finish())
-        recovery.recover(spawner, succession)
+        spawner.recover(succession)
         spawner.listen()
     except (StockadeError, OSError, ValueError) as error:
         log.error("cannot start the spawner: %s", error)
@@ -125,7 +126,7 @@ def main() -> int:
     )
     # All that lives so far stays: collections leave it, and so each child's pages, alone.
     gc.freeze()
-    spawner.loop.run()
+    spawner.run()
     return 0
 
 

@@ -194,6 +194,18 @@ class Task:
                 started.monotonic + limit, lambda: self._deadline(limit)
             )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its outcome is known."""
+        return self.phase is Phase.OVER
+
+    def sample(self) -> None:
+        """Looks once at what the kernel does not count; past memory_max it is killed."""
+        if self.sampler is not None and self.phase in (Phase.RUNNING, Phase.TERMINATING):
+            evidence = self.sampler.sample()
+            if evidence is not None:
+                self.kill(Cause.MEMORY, evidence)
+
     # Ending it.
 
     def _deadline(self, limit_s: float) -> None:

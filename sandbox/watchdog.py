@@ -5,16 +5,16 @@ It is coarser than the kernel: what is allocated and freed between two samples i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from stockade.platform import proc
 from stockade.platform.cgroup import Group
 from stockade.sandbox.kill import Reach
 from stockade.sandbox.limits import Limits
+from stockade.sandbox.loop import Loop
 from stockade.sandbox.verdict import format_bytes
 
 _SHORTEST_INTERVAL_S: Final = 0.05
@@ -73,17 +73,45 @@ class Watch:
         )
 
 
-class Pace:
-    """How long to wait between rounds, so that many tasks do not make sampling expensive."""
+class Sampled(Protocol):
+    """A task, which has a sampler where the kernel does not count what it uses."""
 
-    def __init__(self) -> None:
-        self.delay_s = _SHORTEST_INTERVAL_S
+    sampler: Sampler | None
 
-    @contextlib.contextmanager
-    def round(self) -> Iterator[None]:
-        """Times one round of samples; ``delay_s`` is the wait until the next one after it."""
+    @property
+    def is_over(self) -> bool: ...
+
+    def sample(self) -> None:
+        """Looks once, and acts on what is seen."""
+
+
+class Rounds:
+    """Samples all tasks that need it, in rounds, for as long as there are any.
+
+    Many tasks do not make it expensive: the more time a round takes, the later comes the next.
+    """
+
+    def __init__(self, loop: Loop, tasks: Mapping[int, Sampled]) -> None:
+        self._loop = loop
+        self._tasks = tasks
+        self._is_waiting = False
+        self._delay_s = _SHORTEST_INTERVAL_S
+
+    def begin(self) -> None:
+        """Begins, if there is a task that needs it and no round is coming already."""
+        if self._is_waiting or all(task.sampler is None for task in self._tasks.values()):
+            return
+        self._is_waiting = True
+        self._loop.call_later(self._delay_s, self._round)
+
+    def _round(self) -> None:
+        self._is_waiting = False
+        live = [task for task in self._tasks.values() if not task.is_over]
+        if live:
+            self.begin()
         began = time.monotonic()
         try:
-            yield
+            for task in live:
+                task.sample()
         finally:
-            self.delay_s = max(_SHORTEST_INTERVAL_S, (time.monotonic() - began) / _SHARE)
+            self._delay_s = max(_SHORTEST_INTERVAL_S, (time.monotonic() - began) / _SHARE)

@@ -23,7 +23,7 @@ MAX_EXEC_BYTES: Final = 2 * 1024 * 1024 - 64 * 1024
 _POINTER_BYTES: Final = 8
 
 # Each file travels as one descriptor, its name within one message; sandbox/protocol.py and
-# starting.py have the limits that these stay below.
+# hand_over.py have the limits that these stay below.
 FILES_MAX: Final = 150
 FILE_NAME_BYTES_MAX: Final = 255
 FILE_NAMES_BYTES_MAX: Final = 8 * 1024

@@ -29,7 +29,7 @@ from stockade.sandbox.installed import fingerprint
 from stockade.sandbox.limits import Ceilings
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.settings import SpawnerSettings
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.supervisor import reload
 from stockade.supervisor.config import Config, Loaded, OnUnsupported, WorkerConfig
 from stockade.supervisor.control_socket import listen_control

@@ -19,7 +19,7 @@ from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.settings import SpawnerSettings
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.supervisor.admission import Admission
 from stockade.supervisor.config_load import load
 from stockade.supervisor.dispatch import Dispatch

@@ -21,7 +21,7 @@ from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
 from stockade.sandbox.profiles import WHOLE_VIEW, Profile, View
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
-from stockade.sandbox.start import find_spawner, start_spawner
+from stockade.sandbox.spawner_start import find_spawner, start_spawner
 
 # Emulated processors are slow.
 DEADLINE_S = 300.0 if os.environ.get("STOCKADE_LAB_HOST") else 30.0

@@ -1,4 +1,4 @@
-"""docs/architecture.md names the modules that there are: each on the path of a task, or beside it."""
+"""docs/architecture.md names every module that is there, on the path of a task or beside it."""
 
 import re
 from pathlib import Path

@@ -19,7 +19,7 @@ from spawner_client import SpawnerClient, eventually, kill_now
 from stockade.platform import cgroup, proc
 from stockade.sandbox import delegation
 from stockade.sandbox.outcome import ErrorCode
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.sandbox.systemd import Manager
 from stockade.sandbox.tree import group_name
 

@@ -22,7 +22,7 @@ from stockade.sandbox.outcome import ErrorCode, Outcome
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.record import FailedLine
 from stockade.sandbox.settings import Lifetime
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.sandbox.system_steps import Keep
 from stockade.sandbox.zygote import Ground, Zygote
 

@@ -16,7 +16,7 @@ from stockade.sandbox.outcome import Status
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.protocol import Ended, Prepared, Started, Welcome
 from stockade.sandbox.settings import SpawnerSettings
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.supervisor.errors import RejectedError, SpawnerLostError
 from stockade.supervisor.process_plan import ProcessPlan, pack_start
 from stockade.supervisor.slots import SpawnerClient

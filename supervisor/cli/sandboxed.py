@@ -43,7 +43,7 @@ from stockade.sandbox.protocol import (
     encode,
 )
 from stockade.sandbox.settings import Lifetime, SpawnerSettings
-from stockade.sandbox.start import start_spawner
+from stockade.sandbox.spawner_start import start_spawner
 from stockade.supervisor.cli.streams import Streams
 from stockade.supervisor.errors import SpawnerLostError
 from stockade.supervisor.process_plan import PackedStart, ProcessPlan, pack_start
