@@ -38,12 +38,14 @@ FOREIGN_PAUSE_S: Final = 0.1
 _ASKED_ABOUT: Final = (Phase.RECOVERED, Phase.SENT, Phase.RUNNING)
 
 
-async def reconcile(executor: Executor, client: SpawnerClient, welcome: Welcome) -> None:
+async def reconcile(executor: Executor, welcome: Welcome) -> None:
     """Settle every task that the executor holds, and what only the spawner knows.
 
     Raises:
         SpawnerLostError: the connection was lost meanwhile; the next one starts over.
     """
+    client = executor.spawner.client
+    assert client is not None, "whoever says welcome is connected"
     journal, persist = executor.journal, executor.persist
     stored = await persist(lambda: journal.get_meta(TOKEN))
     same_life = stored == welcome.token
@@ -82,14 +84,14 @@ def _take_over(
 ) -> None:
     recovered = task.phase is Phase.RECOVERED
     if known.outcome is not None:
-        executor.task_ended(Ended(known.seq, known.outcome), output_fd)
+        executor.spawner.task_ended(Ended(known.seq, known.outcome), output_fd)
     else:
         if known.started_at:
-            executor.task_started(
+            executor.spawner.task_started(
                 Started(known.seq, known.pid, known.slot, known.started_at), output_fd
             )
         else:
-            executor.task_known(task, output_fd)
+            executor.spawner.task_known(task, output_fd)
         if task.cancel_reason:
             executor.ask_for_end(task)
     if recovered:

@@ -1,4 +1,4 @@
-"""Runs tasks: a queue, places for max_concurrency of them, and the life of each to its end.
+"""Runs tasks: the life of each, from the journal's row to its end.
 
 A task's start is journalled before the spawner hears of it, and its outcome before the spawner may
 forget it. So whatever dies at whatever moment, what the journal and the spawner hold together says
@@ -11,26 +11,21 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 import structlog
 
-from stockade.platform.errors import StockadeError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
-from stockade.sandbox.protocol import Ended, Prepared, Started, Welcome
 from stockade.supervisor.admission import Admission
 from stockade.supervisor.adoption import reconcile
-from stockade.supervisor.errors import JournalError, RejectedError, SpawnerLostError
+from stockade.supervisor.errors import JournalError, RejectedError
 from stockade.supervisor.heartbeat import Load
 from stockade.supervisor.journal import Journal, Row
-from stockade.supervisor.journal_rows import summarise
-from stockade.supervisor.live_task import LiveTask, OutputPipe, Phase
-from stockade.supervisor.output import Capture, OutputStore
+from stockade.supervisor.live_task import LiveTask, Phase
+from stockade.supervisor.output import OutputStore
 from stockade.supervisor.planning import (
     Planner,
     TaskTypeFaultError,
@@ -40,22 +35,27 @@ from stockade.supervisor.planning import (
 )
 from stockade.supervisor.process_plan import pack_start
 from stockade.supervisor.reporter import Reporter
-from stockade.supervisor.slots import SpawnerClient
+from stockade.supervisor.spawner_side import SpawnerSide
 from stockade.supervisor.states import State
 from stockade.supervisor.task_end import completed, run_in_loop
 from stockade.supervisor.task_types.base import LoopPlan
+from stockade.supervisor.turns import Turns
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
 JOURNAL_RETRY_S: Final = 1.0
-# How often a task is sent whose launchers are killed before it runs.
-STARTS_MAX: Final = 5
 
 
 class Executor:
-    """The tasks that are neither finished nor refused. A SpawnerListener.
+    """The tasks that are neither finished nor refused.
+
+    Attributes:
+        tasks: they, by seq.
+        turns: which of them wait, and which run.
+        spawner: the way to whoever runs those that need a slot.
+        ended: how many have ended so far, by status and error code.
 
     Args:
         max_concurrency: how many run at once; the rest waits, first come, first served.
@@ -77,24 +77,29 @@ class Executor:
         self._output = output
         self._reporter = reporter
         self._planner = planner
-        self._admission = admission
+        self.turns = Turns(
+            planner,
+            admission,
+            max_concurrency,
+            may_begin=lambda: self.spawner.connected.is_set() and not self._stopping,
+            begin=self._begin,
+        )
         self._max_concurrency = max_concurrency
         self._excerpt_bytes = excerpt_bytes
-        self.client: SpawnerClient | None = None
         self.tasks: dict[int, LiveTask] = {}
-        self._queue: collections.deque[LiveTask] = collections.deque()
-        self._active: set[LiveTask] = set()
-        self._claims = 0
+        self.spawner = SpawnerSide(
+            self.tasks,
+            reporter,
+            output,
+            compare=lambda welcome: reconcile(self, welcome),
+            go_on=self.turns.go_on,
+        )
         self._jobs: set[asyncio.Task[None]] = set()
-        self.connected = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        # Ended tasks by status and error code, for the metrics.
         self.ended: collections.Counter[tuple[str, str]] = collections.Counter()
         self._draining = False
         self._stopping = False
-        # While loop tasks are kept from starting, those whose turn has come wait here.
-        self._kept: list[LiveTask] | None = None
 
     # --- places ---------------------------------------------------------------------------------
 
@@ -104,58 +109,33 @@ class Executor:
         RUNNING holds a place for it, so that acceptance and start are one commit. Every claim is
         given to `submit` or `release`.
         """
-        if self._admission.counts:
-            # What the task would be promised is not known here: it waits for its turn.
-            return State.ACCEPTED
-        if self._kept is None and not self._queue and self._may_start(None):
-            self._claims += 1
-            return State.RUNNING
-        return State.ACCEPTED
+        return State.RUNNING if self.turns.claim() else State.ACCEPTED
 
     def release(self, claimed: State) -> None:
         """Give a claim back unused."""
         if claimed is State.RUNNING:
-            self._claims -= 1
-            self._admit()
+            self.turns.give_back()
+            self.turns.go_on()
 
     def submit(self, row: Row, claimed: State) -> LiveTask:
         """Take a journalled task on. It starts in a later turn of the loop, if at all."""
         task = self._add(row, Phase.QUEUED)
         if claimed is State.RUNNING:
-            self._claims -= 1
+            self.turns.give_back()
         if row.state is State.RUNNING:
-            self._activate(task)
+            self.turns.hold(task)
+            self._begin(task)
         else:
-            self._queue.append(task)
-            self._admit()
+            self.turns.wait(task)
+            self.turns.go_on()
         return task
 
     def load(self) -> Load:
         """What the heartbeat tells: full while nothing new should come."""
-        running = len(self._active)
-        full = self._draining or self.journal.fault is not None or bool(self.pressure)
-        wanted = self._max_concurrency if full else running + self.waiting
+        running = len(self.turns.running)
+        full = self._draining or self.journal.fault is not None or bool(self.turns.pressure)
+        wanted = self._max_concurrency if full else running + self.turns.waiting
         return Load(current_load=min(wanted, self._max_concurrency), running_tasks=running)
-
-    @property
-    def pressure(self) -> str:
-        """Why the host's pressure lets nothing start; empty when it does."""
-        return self._admission.pressure
-
-    def pressure_changed(self) -> None:
-        """Start what waited for the pressure's end, if that is what has changed."""
-        self._admit()
-
-    @property
-    def waiting(self) -> int:
-        """How many tasks wait for a place."""
-        waiting = [*self._queue, *(self._kept or ())]
-        return sum(1 for task in waiting if task.phase is Phase.QUEUED)
-
-    def before(self, task: LiveTask) -> int:
-        """How many tasks wait for a place before this one does."""
-        queued = itertools.takewhile(lambda each: each is not task, self._queue)
-        return sum(1 for each in queued if each.phase is Phase.QUEUED)
 
     # --- recovery -------------------------------------------------------------------------------
 
@@ -164,17 +144,16 @@ class Executor:
         for row in rows:
             task = self._add(row, Phase.QUEUED)
             if row.state is State.ACCEPTED:
-                self._queue.append(task)
+                self.turns.wait(task)
                 if row.cancelled:
                     self.cancel(task, "cancelled")
                 continue
-            self._active.add(task)
             task.phase = Phase.RECOVERED
             task.recovered = True
             task.cancel_reason = "cancelled" if row.cancelled else ""
             with contextlib.suppress(RejectedError):
                 task.planned = self._planner.plan(row.dispatch)
-            self._admission.promise(task.seq, self._limits_of(task))
+            self.turns.hold(task)
             if task.planned is None or isinstance(task.planned.plan, LoopPlan):
                 self.take_on(task)
                 task.end(lost("the worker was restarted while the task ran in it"))
@@ -187,113 +166,7 @@ class Executor:
         """Put a recovered task, of which the spawner never heard, before all that wait."""
         task.phase = Phase.QUEUED
         task.row = dataclasses.replace(task.row, state=State.ACCEPTED)
-        self._active.discard(task)
-        self._admission.release(task.seq)
-        self._queue.appendleft(task)
-
-    def send(self, task: LiveTask) -> None:
-        """Ask the spawner to start it; without a connection it is sent after the next one."""
-        assert self.client is not None
-        assert task.packed is not None
-        try:
-            self.client.start(task.packed)
-        except SpawnerLostError:
-            task.phase = Phase.UNSENT
-            return
-        except (OSError, StockadeError) as error:
-            task.end(Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=str(error)))
-            return
-        task.phase = Phase.SENT
-        if task.cancel_reason:
-            self.ask_for_end(task)
-
-    # --- the spawner's side ---------------------------------------------------------------------
-
-    async def spawner_connected(self, welcome: Welcome) -> None:
-        assert self.client is not None
-        await reconcile(self, self.client, welcome)
-        log.info("spawner connected", pid=welcome.pid, generation=welcome.generation)
-        self.connected.set()
-        for task in list(self.tasks.values()):
-            if task.phase is not Phase.UNSENT or task.ended.done():
-                continue
-            # One that is not packed yet sends itself; but nobody packs what was recovered.
-            if task.packed is not None or (task.recovered and task.row.state is State.RUNNING):
-                self._send_again(task)
-        self._admit()
-
-    def spawner_lost(self) -> None:
-        self.connected.clear()
-
-    def task_known(self, task: LiveTask, output_fd: int | None) -> None:
-        """The spawner has it and will start it."""
-        task.phase = Phase.SENT
-        self._attach(task, output_fd)
-
-    def task_prepared(self, prepared: Prepared, output_fd: int | None) -> None:
-        task = self.tasks.get(prepared.seq)
-        if task is not None and task.phase is not Phase.ENDED:
-            if task.output is not None:
-                # Sent again after a spawner's death: what was prepared first will not be used.
-                task.output.close()
-                task.output = None
-            self._attach(task, output_fd)
-        elif output_fd is not None:
-            os.close(output_fd)
-
-    def task_started(self, started: Started, output_fd: int | None) -> None:
-        task = self.tasks.get(started.seq)
-        if task is None or task.phase is Phase.ENDED:
-            if output_fd is not None:
-                os.close(output_fd)
-            return
-        first = task.phase is not Phase.RUNNING
-        task.phase = Phase.RUNNING
-        task.pid = started.pid
-        task.packed = None
-        self._attach(task, output_fd)
-        if first:
-            # A payload of megabytes is not kept in memory while its task runs.
-            task.row = dataclasses.replace(
-                task.row, started_at=started.started_at, dispatch=summarise(task.row.dispatch)
-            )
-            self._reporter.running(task.row)
-
-    def task_ended(self, ended: Ended, output_fd: int | None) -> None:
-        task = self.tasks.get(ended.seq)
-        if task is None or task.phase is Phase.ENDED:
-            if output_fd is not None:
-                os.close(output_fd)
-            if task is None and self.client is not None:
-                self.client.acknowledge(ended.seq)
-            return
-        self._attach(task, output_fd)
-        if task.phase is Phase.SENT and ended.outcome.started_at is not None:
-            # The end of a short task can overtake its start; the scheduler hears of both.
-            self._reporter.running(task.row)
-        task.end(ended.outcome)
-
-    def task_unstarted(self, seq: int) -> None:
-        task = self.tasks.get(seq)
-        if task is None or task.phase is Phase.ENDED or task.ended.done():
-            return
-        task.unstarted += 1
-        if task.cancel_reason:
-            task.end(cancelled_before_start())
-        elif task.unstarted == STARTS_MAX or task.planned is None:
-            reason = f"cannot start the task: its launcher was killed {task.unstarted} times"
-            task.end(Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=reason))
-        else:
-            self._detach(task)
-            self._send_again(task)
-
-    def _send_again(self, task: LiveTask) -> None:
-        if task.packed is None:
-            assert task.planned is not None
-            plan, limits, profile = task.planned.plan, task.planned.limits, task.planned.profile
-            assert not isinstance(plan, LoopPlan)
-            task.packed = pack_start(task.seq, plan, limits, profile)
-        self.send(task)
+        self.turns.wait_first(task)
 
     # --- cancel and drain -----------------------------------------------------------------------
 
@@ -315,12 +188,8 @@ class Executor:
         """Pass a cancel on; without a connection it is passed on after the next one."""
         if task.work is not None:
             task.work.cancel()
-            return
-        try:
-            if self.client is not None:
-                self.client.cancel(task.seq)
-        except SpawnerLostError:
-            log.info("the cancel waits for the spawner", seq=task.seq)
+        else:
+            self.spawner.cancel(task.seq)
 
     def find(self, instance_id: str) -> list[LiveTask]:
         """The live tasks of this id: one for each scheduler that uses it."""
@@ -341,7 +210,7 @@ class Executor:
     async def stop(self, reason: str) -> None:
         """Start nothing more, terminate what runs, wait for its end. What is queued stays so."""
         self._stopping = True
-        for task in list(self._active):
+        for task in list(self.turns.running):
             self.cancel(task, reason)
         while self._jobs:
             await asyncio.wait(self._jobs)
@@ -351,8 +220,7 @@ class Executor:
 
         All else goes on. What still runs after the deadline is lost, and reported so.
         """
-        self._kept = []
-        running = [task for task in self._active if self._is_loop_task(task)]
+        running = self.turns.keep_loop_tasks()
         if not running:
             return
         log.info("waiting for the tasks that run in this process", count=len(running))
@@ -370,14 +238,7 @@ class Executor:
 
     def start_loop_tasks(self) -> None:
         """Go on after `let_loop_tasks_end`."""
-        kept, self._kept = self._kept or [], None
-        self._queue.extendleft(reversed(kept))
-        self._admit()
-
-    def _is_loop_task(self, task: LiveTask) -> bool:
-        with contextlib.suppress(RejectedError):
-            return isinstance(self._planner.plan(task.row.dispatch).plan, LoopPlan)
-        return False
+        self.turns.let_loop_tasks_go()
 
     async def persist(self, write: Callable[[], Awaitable[T]]) -> T:
         """The result of a journal's write, tried again after each JournalError."""
@@ -396,44 +257,9 @@ class Executor:
         self._idle.clear()
         return task
 
-    def _may_start(self, limits: Limits | None) -> bool:
-        return (
-            self.connected.is_set()
-            and not self._stopping
-            and len(self._active) + self._claims < self._max_concurrency
-            and self._admission.has_room(limits)
-        )
-
-    def _limits_of(self, task: LiveTask) -> Limits | None:
-        """What the task may come to use; None when it uses nothing or will be refused."""
-        if not self._admission.counts:
-            return None
-        try:
-            planned = task.planned or self._planner.plan(task.row.dispatch)
-        except RejectedError:
-            return None
-        return None if isinstance(planned.plan, LoopPlan) else planned.limits
-
-    def _admit(self) -> None:
-        """Start what may start, first come, first served: none overtakes one that needs more."""
-        while self._queue:
-            task = self._queue[0]
-            if task.phase is not Phase.QUEUED or task.ended.done():
-                self._queue.popleft()
-                continue
-            if self._kept is not None and self._is_loop_task(task):
-                self._kept.append(self._queue.popleft())
-                continue
-            if not self._may_start(self._limits_of(task)):
-                return
-            self._queue.popleft()
-            self._activate(task)
-
-    def _activate(self, task: LiveTask) -> None:
+    def _begin(self, task: LiveTask) -> None:
         if task.phase is Phase.QUEUED:
             task.phase = Phase.UNSENT
-        self._active.add(task)
-        self._admission.promise(task.seq, self._limits_of(task))
         self._spawn(self._run(task))
 
     def _spawn(self, life: Coroutine[Any, Any, None]) -> None:
@@ -473,52 +299,29 @@ class Executor:
             return await self._run_in_loop(task, planned.plan, planned.limits)
         task.packed = packed
         # Without a spawner it is sent when the next one has told what lives.
-        if self.connected.is_set() and not task.ended.done():
-            self.send(task)
+        if self.spawner.connected.is_set() and not task.ended.done():
+            self.spawner.send(task)
         return await task.ended
 
     async def _run_in_loop(self, task: LiveTask, plan: LoopPlan, limits: Limits) -> Outcome:
         if task.ended.done():
             return task.ended.result()
-        capture = self._open_capture(task)
+        capture = task.open_capture(self._output)
         task.phase = Phase.RUNNING
         task.row = dataclasses.replace(task.row, started_at=time.time())
         self._reporter.running(task.row)
         return await run_in_loop(task, plan, capture, limits)
 
-    def _attach(self, task: LiveTask, output_fd: int | None) -> None:
-        if output_fd is None:
-            return
-        if task.output is not None:
-            # The same pipe, told again by another spawner.
-            os.close(output_fd)
-            return
-        task.output = OutputPipe(output_fd, self._open_capture(task))
-
-    def _detach(self, task: LiveTask) -> None:
-        """Let go of the pipe of a slot in which nothing ran."""
-        if task.output is not None:
-            task.output.close()
-            task.output = None
-
-    def _open_capture(self, task: LiveTask) -> Capture:
-        if task.capture is None:
-            output_max = None if task.planned is None else task.planned.limits.output_max
-            open_capture = self._output.reopen if task.recovered else self._output.open
-            task.capture = open_capture(task.seq, output_max)
-        return task.capture
-
     async def _finish(self, task: LiveTask, outcome: Outcome) -> None:
         task.phase = Phase.ENDED
         task.packed = None
-        self._active.discard(task)
-        self._admission.release(task.seq)
-        self._admit()
+        self.turns.leave(task)
+        self.turns.go_on()
         if task.output is not None:
             task.output.drain()
         elif task.recovered:
             # Nobody has its pipe any more; what an earlier life stored is still worth telling.
-            self._open_capture(task)
+            task.open_capture(self._output)
         outcome = completed(task, outcome)
         excerpt, stored_bytes = "", None
         if task.capture is not None:
@@ -537,8 +340,7 @@ class Executor:
                 finished_at=outcome.finished_at,
             )
         )
-        if self.client is not None:
-            self.client.acknowledge(task.seq)
+        self.spawner.acknowledge(task.seq)
         task.settled.set()
         if not self.tasks:
             self._idle.set()

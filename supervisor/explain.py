@@ -49,14 +49,12 @@ def what_it_waits_for(task: LiveTask, executor: Executor) -> str:
         return f"its end waits for the journal: {fault}" if fault else "its end is being recorded"
     if task.cancel_reason:
         return "it was asked to end and is given its time to"
-    if not executor.connected.is_set() and task.phase is not Phase.RUNNING:
+    if not executor.spawner.connected.is_set() and task.phase is not Phase.RUNNING:
         return "it waits for a spawner: there is no connection to one"
     match task.phase:
         case Phase.QUEUED:
-            running = executor.load().running_tasks
-            return (
-                f"it waits for a place: {running} tasks run, {executor.before(task)} wait before it"
-            )
+            running, before = executor.load().running_tasks, executor.turns.before(task)
+            return f"it waits for a place: {running} tasks run, {before} wait before it"
         case Phase.RUNNING:
             return f"it runs, as process {task.pid}" if task.pid else "it runs in the worker"
         case _:

@@ -9,7 +9,7 @@ import os
 
 from stockade.sandbox.outcome import Outcome
 from stockade.supervisor.journal import Row
-from stockade.supervisor.output import Capture, Fed
+from stockade.supervisor.output import Capture, Fed, OutputStore
 from stockade.supervisor.planning import Planned
 from stockade.supervisor.process_plan import PackedStart
 
@@ -103,3 +103,27 @@ class LiveTask:
         """Settle the outcome; the first one stands."""
         if not self.ended.done():
             self.ended.set_result(outcome)
+
+    def open_capture(self, store: OutputStore) -> Capture:
+        """Where its output goes; one and the same from the first call on."""
+        if self.capture is None:
+            output_max = None if self.planned is None else self.planned.limits.output_max
+            open_capture = store.reopen if self.recovered else store.open
+            self.capture = open_capture(self.seq, output_max)
+        return self.capture
+
+    def attach(self, output_fd: int | None, store: OutputStore) -> None:
+        """Read what it prints from its pipe, which is ours from now on."""
+        if output_fd is None:
+            return
+        if self.output is not None:
+            # The same pipe, told again by another spawner.
+            os.close(output_fd)
+            return
+        self.output = OutputPipe(output_fd, self.open_capture(store))
+
+    def detach(self) -> None:
+        """Let go of the pipe of a slot in which nothing ran, if there is one."""
+        if self.output is not None:
+            self.output.close()
+            self.output = None

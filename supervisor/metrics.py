@@ -47,13 +47,13 @@ class Metrics(Collector):
         for name, text, value in (
             ("max_concurrency", "Most tasks at once.", self._max_concurrency),
             ("running_tasks", "Tasks that run.", running),
-            ("queued_tasks", "Tasks that wait for a place.", self._executor.waiting),
+            ("queued_tasks", "Tasks that wait for a place.", self._executor.turns.waiting),
             ("current_load", "The load that heartbeats tell.", load.current_load),
             ("draining", "1 while draining.", int(self._executor.draining)),
             (
                 "under_pressure",
                 "1 while pressure holds starts up.",
-                int(bool(self._executor.pressure)),
+                int(bool(self._executor.turns.pressure)),
             ),
             ("journal_writable", "1 while it can be written.", int(self._journal.fault is None)),
             ("slots_set_aside", "Slots lost to what cannot be killed.", self._slots_set_aside()),

@@ -123,7 +123,8 @@ class Life:
             reporter=reporter,
             schedulers={"http": Schedulers(SCHEDULER, frozenset({"http://other.test"}))},
         )
-        self.executor.client = SpawnerClient(lab.socket_path, self.executor, software="test")
+        spawner = self.executor.spawner
+        spawner.client = SpawnerClient(lab.socket_path, spawner, software="test")
 
     async def dispatch(self, instance_id: str, payload: str, **fields: Any) -> None:
         request = ExecuteRequest(
@@ -165,12 +166,12 @@ class ExecutorLab:
         async def main() -> None:
             journal = await Journal.open(self.place / "journal.db")
             life = Life(self, journal, max_concurrency, worker)
-            assert life.executor.client is not None
+            assert life.executor.spawner.client is not None
             life.executor.recover(await journal.unfinished())
-            connection = asyncio.create_task(life.executor.client.run())
+            connection = asyncio.create_task(life.executor.spawner.client.run())
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    await life.executor.connected.wait()
+                    await life.executor.spawner.connected.wait()
                 await body(life)
             finally:
                 # Before the loop cancels what the executor has under way.
@@ -198,9 +199,9 @@ class ExecutorLab:
             for task in list(life.executor.tasks.values()):
                 life.executor.cancel(task, "cancelled: the test is over")
             await life.executor.idle()
-            assert life.executor.client is not None
-            assert await life.executor.client.list_tasks() == []
-            life.executor.client.finish()
+            assert life.executor.spawner.client is not None
+            assert await life.executor.spawner.client.list_tasks() == []
+            life.executor.spawner.client.finish()
 
         if self.spawners():
             self.live(end)

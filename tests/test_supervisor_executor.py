@@ -38,8 +38,8 @@ def test_outcome_is_journalled_with_excerpt_and_output_figures(lab: ExecutorLab)
         (row,) = await life.journal.find("t")
         assert (row.state, row.excerpt, row.outcome) == (State.FINISHED, "hello\n", outcome)
         assert life.executor.tasks == {}
-        assert life.executor.client is not None
-        assert await life.executor.client.list_tasks() == []
+        assert life.executor.spawner.client is not None
+        assert await life.executor.spawner.client.list_tasks() == []
 
     lab.live(body)
 
@@ -177,8 +177,8 @@ def test_task_that_the_journal_does_not_know_is_ended_and_forgotten(lab: Executo
         await life.reporter.until(lambda: "running" in life.reporter.told["t"])
 
     async def second(life: Life) -> None:
-        assert life.executor.client is not None
-        assert await life.executor.client.list_tasks() == []
+        assert life.executor.spawner.client is not None
+        assert await life.executor.spawner.client.list_tasks() == []
         await life.dispatch("t", "echo new")
         assert (await life.reporter.outcome("t")).status is Status.SUCCESS
 
@@ -234,8 +234,8 @@ def test_nothing_starts_without_a_spawner_and_all_of_it_after_its_return(
     lab: ExecutorLab,
 ) -> None:
     async def body(life: Life) -> None:
-        assert life.executor.client is not None
-        life.executor.spawner_lost()
+        assert life.executor.spawner.client is not None
+        life.executor.spawner.spawner_lost()
         await life.dispatch("queued", "echo queued")
         await life.dispatch("cancelled", "echo never")
         (row,) = await life.journal.find("queued")
