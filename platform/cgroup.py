@@ -228,8 +228,8 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
     def events_fd(self) -> int:
         """cgroup.events for poll(2): POLLPRI says that ``populated`` may have changed.
 
-        A fresh descriptor is ready at once; ``read_populated`` makes it wait for the next change,
-        so nothing is missed. Ask for POLLPRI alone: POLLIN is always there.
+        A fresh descriptor is ready at once; a read makes it wait for the next change, so nothing is
+        missed. Ask for POLLPRI alone: POLLIN is always there.
         """
         with translated("open", self.filepath(b"cgroup.events")):
             return os.open(self.filepath(b"cgroup.events"), os.O_RDONLY | os.O_CLOEXEC)
@@ -244,18 +244,6 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
         words = " ".join(f"+{name}" for name in sorted(controllers))
         if words:
             self.set_property(b"cgroup.subtree_control", words)
-
-
-def read_populated(events_fd: int) -> bool:
-    """``populated`` from a descriptor of ``Group.events_fd``; False when the group was removed."""
-    with translated("pread", events_fd):
-        try:
-            text = os.pread(events_fd, 4096, 0)
-        except OSError as error:
-            if error.errno == errno.ENODEV:  # rmdir succeeds on an empty group only
-                return False
-            raise
-    return b"populated 1" in text.splitlines()
 
 
 def find_mount() -> Path | None:

@@ -17,8 +17,6 @@ RESOLVE_NO_XDEV: Final = 0x01
 RESOLVE_NO_MAGICLINKS: Final = 0x02
 RESOLVE_NO_SYMLINKS: Final = 0x04
 RESOLVE_BENEATH: Final = 0x08
-RESOLVE_IN_ROOT: Final = 0x10
-RESOLVE_CACHED: Final = 0x20
 
 # _IOR(f, 1, long) and _IOW(f, 2, long) of x86-64, arm64 and riscv64; the kernel moves an int.
 FS_IOC_GETFLAGS: Final = 0x80086601

@@ -15,12 +15,9 @@ from stockade.platform.errors import SyscallError
 
 # Newer than Linux 5.1, so the same number on every architecture.
 SYS_LANDLOCK_CREATE_RULESET: Final = 444
-SYS_LANDLOCK_ADD_RULE: Final = 445
-SYS_LANDLOCK_RESTRICT_SELF: Final = 446
 
 LANDLOCK_CREATE_RULESET_VERSION: Final = 1
 LANDLOCK_RULE_PATH_BENEATH: Final = 1
-LANDLOCK_RULE_NET_PORT: Final = 2
 
 
 class AccessFs(enum.IntFlag):
@@ -58,7 +55,6 @@ class Scope(enum.IntFlag):
     SIGNAL = 1 << 1
 
 
-NO_FS: Final = AccessFs(0)
 NO_NET: Final = AccessNet(0)
 NO_SCOPE: Final = Scope(0)
 
@@ -114,7 +110,10 @@ def rights_of(abi: int) -> Rights:
 
 
 class RulesetAttributes(ctypes.Structure):
-    """``struct landlock_ruleset_attr``; older kernels take it as long as what follows is zero."""
+    """``struct landlock_ruleset_attr``: what is handled is denied where no rule grants it.
+
+    Older kernels take it as long as what follows is zero.
+    """
 
     _fields_ = [
         ("handled_access_fs", ctypes.c_uint64),
@@ -124,16 +123,14 @@ class RulesetAttributes(ctypes.Structure):
 
 
 class PathAttributes(ctypes.Structure):
-    """``struct landlock_path_beneath_attr``, which is packed."""
+    """``struct landlock_path_beneath_attr``, which is packed.
+
+    Grants access to a file, or to a directory and all that is beneath it. The rule is bound to the
+    file itself and not to its path or mount: bind mounts of it elsewhere are granted the same.
+    """
 
     _pack_ = 1
     _fields_ = [("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
-
-
-class PortAttributes(ctypes.Structure):
-    """``struct landlock_net_port_attr``."""
-
-    _fields_ = [("allowed_access", ctypes.c_uint64), ("port", ctypes.c_uint64)]
 
 
 _create_ruleset: Final = system_call(
@@ -143,17 +140,6 @@ _create_ruleset: Final = system_call(
     ctypes.c_size_t,
     ctypes.c_uint32,
 )
-_add_rule: Final = system_call(
-    "landlock_add_rule",
-    SYS_LANDLOCK_ADD_RULE,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-)
-_restrict_self: Final = system_call(
-    "landlock_restrict_self", SYS_LANDLOCK_RESTRICT_SELF, ctypes.c_int, ctypes.c_uint32
-)
 
 
 def abi() -> int:
@@ -162,56 +148,3 @@ def abi() -> int:
         return int(_create_ruleset(None, 0, LANDLOCK_CREATE_RULESET_VERSION))
     except SyscallError:  # ENOSYS: not built in; EOPNOTSUPP: not in the kernel's lsm= list
         return 0
-
-
-def create_ruleset(
-    handled_fs: AccessFs, handled_net: AccessNet = NO_NET, scoped: Scope = NO_SCOPE
-) -> int:
-    """A ruleset's descriptor (close-on-exec): what is handled is denied where no rule grants it.
-
-    Raises:
-        SyscallError: EINVAL (a right that this kernel does not know: see rights_of), ENOMSG
-            (nothing is handled), ENOSYS, EOPNOTSUPP.
-    """
-    attributes = RulesetAttributes(handled_fs, handled_net, scoped)
-    fd: int = _create_ruleset(ctypes.byref(attributes), ctypes.sizeof(attributes), 0)
-    return fd
-
-
-def add_path_rule(ruleset_fd: int, path_fd: int, access: AccessFs) -> None:
-    """Grants ``access`` to a file, or to a directory and all that is beneath it.
-
-    The rule is bound to the file itself and not to its path or mount: bind mounts of it elsewhere
-    are granted the same.
-
-    Args:
-        ruleset_fd: of create_ruleset.
-        path_fd: an open file or directory; O_PATH is enough.
-        access: a part of what is handled; for a file only FILE_RIGHTS.
-
-    Raises:
-        SyscallError: EINVAL (a right is not handled or not a file's), ENOMSG (no right at all).
-    """
-    attributes = PathAttributes(access, path_fd)
-    _add_rule(ruleset_fd, LANDLOCK_RULE_PATH_BENEATH, ctypes.byref(attributes), 0)
-
-
-def add_port_rule(ruleset_fd: int, port: int, access: AccessNet) -> None:
-    """Grants ``access`` to a TCP port; 0 with BIND_TCP is any port the kernel picks (ABI 4).
-
-    Raises:
-        SyscallError: EINVAL (a right is not handled, no such port), EAFNOSUPPORT (no TCP).
-    """
-    attributes = PortAttributes(access, port)
-    _add_rule(ruleset_fd, LANDLOCK_RULE_NET_PORT, ctypes.byref(attributes), 0)
-
-
-def restrict_self(ruleset_fd: int) -> None:
-    """Puts the calling thread and its future children under a ruleset, for good.
-
-    A later ruleset can only take more away: all layers must grant an access. At most 16 layers.
-
-    Raises:
-        SyscallError: EPERM without no_new_privs or CAP_SYS_ADMIN, E2BIG (too many layers).
-    """
-    _restrict_self(ruleset_fd, 0)

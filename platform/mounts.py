@@ -8,7 +8,7 @@ was not attached unmounts it.
 Paths follow symlinks, as mount(2) does. Give paths that only root can change; or a descriptor and
 the path "" (``AT_EMPTY_PATH``), which is what was opened and nothing else.
 
-Source: mount(2), mount_setattr(2), mount_namespaces(7), pivot_root(2), proc_pid_mountinfo(5). The
+Source: mount(2), mount_setattr(2), mount_namespaces(7), proc_pid_mountinfo(5). The
 new calls are Linux 5.2, mount_setattr 5.12.
 """
 
@@ -31,17 +31,13 @@ SYS_FSMOUNT: Final = 432
 SYS_MOUNT_SETATTR: Final = 442
 
 AT_FDCWD: Final = -100
-AT_SYMLINK_NOFOLLOW: Final = 0x100
 AT_EMPTY_PATH: Final = 0x1000
 AT_RECURSIVE: Final = 0x8000
 
-MS_RDONLY: Final = 0x1
 MS_NOSUID: Final = 0x2
 MS_NODEV: Final = 0x4
 MS_NOEXEC: Final = 0x8
-MS_REMOUNT: Final = 0x20
 MS_BIND: Final = 0x1000
-MS_MOVE: Final = 0x2000
 MS_REC: Final = 0x4000
 MS_PRIVATE: Final = 0x40000
 MS_SLAVE: Final = 0x80000
@@ -54,7 +50,6 @@ MOUNT_ATTR_RDONLY: Final = 0x1
 MOUNT_ATTR_NOSUID: Final = 0x2
 MOUNT_ATTR_NODEV: Final = 0x4
 MOUNT_ATTR_NOEXEC: Final = 0x8
-MOUNT_ATTR_NOSYMFOLLOW: Final = 0x200000  # Linux 5.14
 
 OPEN_TREE_CLONE: Final = 0x1
 OPEN_TREE_CLOEXEC: Final = 0x80000  # O_CLOEXEC
@@ -84,7 +79,6 @@ _int = ctypes.c_int
 _unsigned = ctypes.c_uint
 _mount: Final = function("mount", _text, _text, _text, ctypes.c_ulong, _text)
 _umount2: Final = function("umount2", _text, _int)
-_pivot_root: Final = function("pivot_root", _text, _text)
 _open_tree: Final = system_call("open_tree", SYS_OPEN_TREE, _int, _text, _unsigned)
 _move_mount: Final = system_call("move_mount", SYS_MOVE_MOUNT, _int, _text, _int, _text, _unsigned)
 _fsopen: Final = system_call("fsopen", SYS_FSOPEN, _text, _unsigned)
@@ -113,7 +107,7 @@ def mount(
     Args:
         source: for MS_BIND what is bound; for a new file system a name that mountinfo shows.
         target: must exist.
-        kind: the file system's type; None with MS_BIND, MS_MOVE and changes of propagation.
+        kind: the file system's type; None with MS_BIND and changes of propagation.
         flags: MS_*.
         options: the file system's own, ``size=1m,mode=755``.
 
@@ -138,18 +132,6 @@ def unmount(target: AnyPath, flags: int = 0) -> None:
     _umount2(os.fsencode(target), flags)
 
 
-def pivot_root(new_root: AnyPath, old_root: AnyPath) -> None:
-    """Makes a mount the root of the namespace and moves the old root to ``old_root``.
-
-    With both "." and the working directory at the new root, the old one is stacked there, and
-    ``unmount(".", MNT_DETACH)`` removes it.
-
-    Raises:
-        SyscallError: EINVAL (not a mount point, or propagation is shared), EBUSY.
-    """
-    _pivot_root(os.fsencode(new_root), os.fsencode(old_root))
-
-
 def set_attributes(
     path: AnyPath,
     *,
@@ -166,7 +148,7 @@ def set_attributes(
     Args:
         path: of the mount's root; relative to ``fd``.
         fd: a directory; with AT_EMPTY_PATH and the path "" the mount itself.
-        flags: AT_RECURSIVE, AT_EMPTY_PATH, AT_SYMLINK_NOFOLLOW.
+        flags: AT_RECURSIVE, AT_EMPTY_PATH.
         add: MOUNT_ATTR_* to set.
         remove: MOUNT_ATTR_* to clear.
         propagation: MS_PRIVATE, MS_SLAVE or MS_SHARED; 0 leaves it.
@@ -179,15 +161,6 @@ def set_attributes(
     _mount_setattr(fd, os.fsencode(path), flags, attributes, ctypes.sizeof(attributes))
 
 
-def make_private(path: AnyPath) -> None:
-    """From here on no mount below ``path`` is seen by other namespaces, nor theirs by us.
-
-    Raises:
-        SyscallError: as set_attributes.
-    """
-    set_attributes(path, flags=AT_RECURSIVE, propagation=MS_PRIVATE)
-
-
 def open_tree(path: AnyPath, *, fd: int = AT_FDCWD, flags: int = 0) -> int:
     """A copy of the mount at ``path`` (a bind mount of it), attached nowhere: its descriptor.
 
@@ -195,7 +168,7 @@ def open_tree(path: AnyPath, *, fd: int = AT_FDCWD, flags: int = 0) -> int:
         path: any file or directory; relative to ``fd``.
         fd: a directory; with AT_EMPTY_PATH and the path "" what is copied. It must lie in the
             caller's mount namespace.
-        flags: AT_RECURSIVE for the mounts below too, AT_EMPTY_PATH, AT_SYMLINK_NOFOLLOW.
+        flags: AT_RECURSIVE for the mounts below too, AT_EMPTY_PATH.
 
     Raises:
         SyscallError: ENOENT; EINVAL (another mount namespace's, or with locked mounts below).

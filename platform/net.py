@@ -42,19 +42,6 @@ def up_request(interface: str = LOOPBACK) -> bytes:
     return _REQUEST.pack(interface.encode(), IFF_UP)
 
 
-def is_up(interface: str = LOOPBACK) -> bool:
-    """Whether an interface is set up.
-
-    Raises:
-        SyscallError: ENODEV.
-    """
-    with (
-        translated("ioctl", interface, "SIOCGIFFLAGS"),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket,
-    ):
-        return bool(_flags(any_socket, interface) & IFF_UP)
-
-
 def _flags(any_socket: socket.socket, interface: str) -> int:
     answer = fcntl.ioctl(any_socket, SIOCGIFFLAGS, _REQUEST.pack(interface.encode(), 0))
     flags: int = _REQUEST.unpack(answer)[1]

@@ -111,26 +111,6 @@ def checked_kill(pid: int, signal: int) -> bool:
         return True
 
 
-def checked_killpg(group: int, signal: int) -> bool:
-    """Sends a signal to every process of one process group that is not ours.
-
-    Returns:
-        False when the group has no process.
-
-    Raises:
-        ValueError: ``group`` is 1 or less, or our own group; the kernel is not asked.
-        SyscallError: EPERM when not one process of it could be signalled, EINVAL.
-    """
-    if group <= 1 or group == os.getpgrp():
-        raise ValueError(f"cannot signal process group {group}: it is not one group besides ours")
-    with translated("killpg", group, signal):
-        try:
-            os.killpg(group, signal)
-        except ProcessLookupError:
-            return False
-        return True
-
-
 def kill_everything_of_uid(uid: int) -> None:
     """Sends SIGKILL to every process of our uid, all at once, but ourselves.
 

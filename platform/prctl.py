@@ -73,44 +73,16 @@ def set_child_subreaper() -> None:
         prctl.set_child_subreaper(1)
 
 
-def forbid_dump() -> None:
-    """No core file, no ptrace and no look into /proc/PID by others of our uid, until an execve."""
-    with translated("prctl", "PR_SET_DUMPABLE", 0):
-        prctl.set_dumpable(0)
-
-
 def allow_dump() -> None:
-    """Undoes forbid_dump."""
+    """Lets others of our uid look into /proc/PID, which a change of uid forbids, and trace us."""
     with translated("prctl", "PR_SET_DUMPABLE", 1):
         prctl.set_dumpable(1)
-
-
-def set_parent_death_signal(signal: int) -> None:
-    """The kernel sends us ``signal`` when the thread that made us ends; 0 clears it.
-
-    It is lost when that thread ended before: compare ``os.getppid()`` after the call. A change of
-    uid and the exec of a set-user-id program clear it.
-
-    Raises:
-        ValueError: it is no signal's number.
-    """
-    with translated("prctl", "PR_SET_PDEATHSIG", signal):
-        prctl.set_pdeathsig(signal)
 
 
 def set_no_new_privs() -> None:
     """No execve gives us or our children privileges any more; it cannot be undone."""
     with translated("prctl", "PR_SET_NO_NEW_PRIVS", 1):
         prctl.set_no_new_privs(1)
-
-
-def set_keep_caps() -> None:
-    """Permitted capabilities survive the next change from uid 0 to others, until an execve.
-
-    The effective set is emptied all the same.
-    """
-    with translated("prctl", "PR_SET_KEEPCAPS", 1):
-        prctl.set_keepcaps(1)
 
 
 def set_name(name: str) -> None:

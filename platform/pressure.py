@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from stockade.platform._libc import translated
-
-RESOURCES: Final = ("cpu", "io", "memory")
 
 
 class Stall(NamedTuple):
@@ -58,7 +56,7 @@ def parse_pressure(text: str) -> Pressure:
 
 
 def host_pressure(resource: str) -> Pressure | None:
-    """The whole host's pressure on one of RESOURCES; None where the kernel does not count it.
+    """The whole host's pressure on ``cpu``, ``io`` or ``memory``; None where it is not counted.
 
     Raises:
         SyscallError: it cannot be read for another reason.

@@ -70,12 +70,6 @@ def start_time_ticks(pid: int) -> int | None:
     return None if found is None else found.started_ticks
 
 
-def process_group_and_session(pid: int) -> tuple[int, int] | None:
-    """Its process group and session, None when there is no such process."""
-    found = process(pid)
-    return None if found is None else (found.group, found.session)
-
-
 def all_processes() -> dict[int, Process]:
     """Every live process of our pid namespace, by pid: a picture taken over some milliseconds."""
     found = (process(pid) for pid in _pids())

@@ -20,11 +20,9 @@ from typing import Final
 
 from stockade.platform import syscalls
 from stockade.platform._libc import system_call
-from stockade.platform.errors import SyscallError
 
 SYS_SECCOMP: Final = {"x86_64": 317}.get(os.uname().machine, 277)
 SECCOMP_SET_MODE_FILTER: Final = 1
-SECCOMP_GET_ACTION_AVAIL: Final = 2
 SECCOMP_RET_KILL_PROCESS: Final = 0x80000000  # Linux 4.14
 SECCOMP_RET_ERRNO: Final = 0x00050000
 SECCOMP_RET_ALLOW: Final = 0x7FFF0000
@@ -181,16 +179,6 @@ def install(program: bytes) -> None:
     text = ctypes.create_string_buffer(program, len(program))
     header = ProgramHeader(len(program) // _INSTRUCTION.size, ctypes.addressof(text))
     _seccomp(SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(header))
-
-
-def knows(action: Action) -> bool:
-    """Whether this kernel has seccomp filters and, of their actions, this one."""
-    word = ctypes.c_uint32(action.value & ~SECCOMP_RET_DATA)
-    try:
-        _seccomp(SECCOMP_GET_ACTION_AVAIL, 0, ctypes.byref(word))
-    except SyscallError:
-        return False
-    return True
 
 
 def _lead_in(machine: str, foreign: Action) -> _Code:

@@ -10,7 +10,7 @@ out, files that attributes protect, mounts. So the walk below
   and inode number a level;
 - goes on past what cannot be removed, and tells it at the end.
 
-A large tree takes long: run it outside any loop that others wait for (``remove_and_exit``).
+A large tree takes long: run it outside any loop that others wait for.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ import enum
 import errno
 import os
 import stat
-import sys
-from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Final
 
-from stockade.platform.errors import StockadeError
-from stockade.platform.files import open_directory
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.unprotect import open_within, unprotect, unprotect_file
 
@@ -57,24 +53,6 @@ def remove_tree(parent_fd: int, name: bytes) -> None:
     left = _Walk(parent_fd).run(name)
     if left:
         raise SandboxSetupError(f"remove directory {name!r}", f"left: {'; '.join(left)}")
-
-
-def remove_and_exit(parent_fd: int, name: bytes, report_fd: int) -> NoReturn:
-    """``remove_tree`` for a child made by clone3: exit status 0, or 1 when something is left.
-
-    Args:
-        parent_fd: as for remove_tree.
-        name: as for remove_tree.
-        report_fd: gets the message of the error, in one write.
-    """
-    status = 1
-    try:
-        remove_tree(parent_fd, name)
-        status = 0
-    except (StockadeError, OSError, ValueError) as error:
-        os.write(report_fd, str(error).encode(errors="backslashreplace"))
-    finally:
-        os._exit(status)  # no exception may reach the code of the process that we are a copy of
 
 
 class _Scan(enum.Enum):
@@ -286,23 +264,3 @@ def _is_removed_when_empty(fd: int, name: bytes) -> bool:
     except OSError:
         return False  # why shows when it is entered
     return True
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``python -I -m stockade.sandbox.cleanup PARENT NAME``: the exit status of remove_and_exit."""
-    if len(arguments) != 2:
-        print("usage: stockade.sandbox.cleanup PARENT NAME", file=sys.stderr)
-        return 2
-    parent_fd = open_directory(arguments[0])
-    try:
-        remove_tree(parent_fd, os.fsencode(arguments[1]))
-    except (StockadeError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    finally:
-        os.close(parent_fd)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

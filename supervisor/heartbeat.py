@@ -58,17 +58,11 @@ class Heartbeat:
         self._outage = outages.of(link.scheduler)
         self._hurry = asyncio.Event()
         self._registered = False
-        self._answered_at: float | None = None
 
     @property
     def registered(self) -> bool:
         """Whether the scheduler knows this worker, as far as its last answer told."""
         return self._registered
-
-    @property
-    def answer_age_s(self) -> float | None:
-        """Seconds since the scheduler last took a beat; None when it never did."""
-        return None if self._answered_at is None else time.monotonic() - self._answered_at
 
     def beat_now(self) -> None:
         """Send the next beat at once: the load has changed in a way that must not wait."""
@@ -109,7 +103,7 @@ class Heartbeat:
             log.info("registered", scheduler=self._link.scheduler, worker_id=self._worker.id)
         self._hurry.clear()
         load = self._load()
-        reply = await self._link.heartbeat(
+        return await self._link.heartbeat(
             HeartbeatRequest(
                 worker_id=self._worker.id,
                 current_load=load.current_load,
@@ -117,9 +111,6 @@ class Heartbeat:
                 report_unix_milli=time.time_ns() // 1_000_000,
             )
         )
-        if reply.kind is ReplyKind.OK:
-            self._answered_at = time.monotonic()
-        return reply
 
     async def _register(self) -> Reply:
         where = joined([await link.advertised() for link in (self._link, *self._others)])

@@ -155,12 +155,6 @@ class Journal:
         """Every task that has not ended, oldest first, dispatch whole."""
         return await self._read(JournalStore.unfinished)
 
-    async def unfinished_seqs(self) -> list[int]:
-        """The same, numbers alone: running ones and accepted ones, oldest first."""
-        return await self._read(
-            lambda store: sorted(store.seqs(State.ACCEPTED) + store.seqs(State.RUNNING))
-        )
-
     async def undelivered_seqs(self) -> list[int]:
         """The tasks whose terminal report is owed, oldest first."""
         return await self._read(lambda store: store.seqs(State.FINISHED))

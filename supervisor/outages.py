@@ -23,11 +23,6 @@ class Outage:
         self._since = 0.0
         self._listeners: list[Callable[[], None]] = []
 
-    @property
-    def ongoing(self) -> bool:
-        """Whether anybody is without an answer at the moment."""
-        return bool(self._failing)
-
     def on_contact(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever somebody gets an answer again."""
         self._listeners.append(listener)

@@ -6,7 +6,8 @@ import ctypes
 import os
 from collections.abc import Iterable
 
-from stockade.platform import syscalls
+from stockade.platform import landlock, syscalls
+from stockade.platform.landlock import NO_NET, NO_SCOPE, AccessFs, AccessNet, Scope
 from stockade.sandbox.landlock_policy import Grants, ruleset_calls
 from stockade.sandbox.zygote_message import Call
 
@@ -34,3 +35,23 @@ def make_ruleset(abi: int, grants: Grants) -> int:
     free = os.open("/", os.O_RDONLY)
     os.close(free)
     return perform(ruleset_calls(abi, grants, free))
+
+
+def create_ruleset(
+    handled_fs: AccessFs, handled_net: AccessNet = NO_NET, scoped: Scope = NO_SCOPE
+) -> int:
+    """The ruleset's descriptor."""
+    attributes = bytes(landlock.RulesetAttributes(handled_fs, handled_net, scoped))
+    return perform([Call("landlock_create_ruleset", (attributes, len(attributes), 0))])
+
+
+def add_path_rule(ruleset_fd: int, path_fd: int, access: AccessFs) -> None:
+    """Grants access to a file, or beneath a directory."""
+    rule = bytes(landlock.PathAttributes(access, path_fd))
+    kind = landlock.LANDLOCK_RULE_PATH_BENEATH
+    perform([Call("landlock_add_rule", (ruleset_fd, kind, rule, 0))])
+
+
+def restrict_self(ruleset_fd: int) -> None:
+    """Puts this thread under the ruleset, for good, as the launcher does to its task."""
+    perform([Call("landlock_restrict_self", (ruleset_fd, 0))])

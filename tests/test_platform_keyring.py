@@ -26,9 +26,7 @@ def leave_only(rights, ring):
 try:
     uid, gid = os.getuid(), os.getgid()
     namespaces.unshare(clone.CLONE_NEWUSER)
-    userns.deny_setgroups("self")
-    userns.write_uid_map("self", [userns.IdRange(uid, uid)])
-    userns.write_gid_map("self", [userns.IdRange(gid, gid)])
+    userns.keep_own_ids(uid, gid)
 except SyscallError as error:
     sys.exit(f"skip: no user namespace: {error}")
 keyring.join_new_session()

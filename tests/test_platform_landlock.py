@@ -4,11 +4,12 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from perform_calls import create_ruleset
 
 from stockade.platform import landlock
-from stockade.platform.errors import SyscallError
 from stockade.platform.landlock import AccessFs, AccessNet, Scope
 
 ABI = landlock.abi()
@@ -21,7 +22,7 @@ def needs_abi(version: int) -> pytest.MarkDecorator:
 def run_python(script: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        check=False, capture_output=True, text=True, timeout=60,
+        check=False, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -31,6 +32,7 @@ PROLOGUE = """
 import errno, os, socket, sys
 from stockade.platform import landlock, prctl
 from stockade.platform.landlock import *
+from perform_calls import add_path_rule, create_ruleset, restrict_self
 def error_of(call, *arguments):
     try:
         result = call(*arguments)
@@ -47,7 +49,7 @@ def test_rights_of_the_kernels_abi_are_all_accepted_and_the_next_right_is_not():
     if ABI < 1:
         pytest.skip("no Landlock on this kernel")
     rights = landlock.rights_of(ABI)
-    os.close(landlock.create_ruleset(rights.fs, rights.net, rights.scope))
+    os.close(create_ruleset(rights.fs, rights.net, rights.scope))
     if ABI > landlock.NEWEST_ABI:
         pytest.skip(f"ABI {ABI} is newer than the table")
     for fs, net, scope in (
@@ -55,8 +57,8 @@ def test_rights_of_the_kernels_abi_are_all_accepted_and_the_next_right_is_not():
         (rights.fs, AccessNet(rights.net + 1), rights.scope),
         (rights.fs, rights.net, Scope(rights.scope + 1)),
     ):
-        with pytest.raises(SyscallError) as caught:
-            landlock.create_ruleset(fs, net, scope)
+        with pytest.raises(OSError, match="landlock_create_ruleset") as caught:
+            create_ruleset(fs, net, scope)
         # E2BIG: a field that the kernel does not have yet.
         assert caught.value.errno in (errno.EINVAL, errno.E2BIG)
 
@@ -82,11 +84,10 @@ def test_only_what_a_rule_grants_is_allowed(tmp_path):
         PROLOGUE
         + """
 granted, denied = sys.argv[1:]
-ruleset = landlock.create_ruleset(landlock.rights_of(1).fs)
+ruleset = create_ruleset(landlock.rights_of(1).fs)
 directory = os.open(granted, os.O_PATH)
-landlock.add_path_rule(ruleset, directory, AccessFs.READ_FILE | AccessFs.READ_DIR)
-landlock.restrict_self(ruleset)
-assert not os.get_inheritable(ruleset)
+add_path_rule(ruleset, directory, AccessFs.READ_FILE | AccessFs.READ_DIR)
+restrict_self(ruleset)
 assert error_of(os.open, granted + "/file", os.O_RDONLY) is None
 assert error_of(os.open, granted + "/file", os.O_WRONLY) == "EACCES"
 assert error_of(os.open, denied + "/file", os.O_RDONLY) == "EACCES"
@@ -94,31 +95,6 @@ assert error_of(os.mkdir, granted + "/new") == "EACCES"
 """,
         str(tmp_path / "open"),
         str(tmp_path / "closed"),
-    )
-
-
-@needs_abi(4)
-def test_only_granted_ports_can_be_reached():
-    run_python(
-        PROLOGUE
-        + """
-servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-ports = [server.getsockname()[1] for server in servers]
-ruleset = landlock.create_ruleset(landlock.NO_FS, AccessNet.CONNECT_TCP | AccessNet.BIND_TCP)
-landlock.add_port_rule(ruleset, ports[0], AccessNet.CONNECT_TCP)
-landlock.restrict_self(ruleset)
-def connect(port):
-    with socket.socket() as client:
-        client.connect(("127.0.0.1", port))
-def bind():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-assert error_of(connect, ports[0]) is None
-assert error_of(connect, ports[1]) == "EACCES"
-assert error_of(bind) == "EACCES"
-for server in servers:
-    server.close()
-"""
     )
 
 
@@ -130,8 +106,8 @@ def test_scopes_keep_signals_and_abstract_sockets_within():
 outside = socket.socket(socket.AF_UNIX)
 outside.bind("")
 outside.listen()
-ruleset = landlock.create_ruleset(landlock.NO_FS, scoped=Scope.SIGNAL | Scope.ABSTRACT_UNIX_SOCKET)
-landlock.restrict_self(ruleset)
+ruleset = create_ruleset(AccessFs(0), scoped=Scope.SIGNAL | Scope.ABSTRACT_UNIX_SOCKET)
+restrict_self(ruleset)
 def connect(address):
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(address)
@@ -152,15 +128,15 @@ def test_rule_with_rights_that_are_not_handled_is_refused(tmp_path):
     run_python(
         PROLOGUE
         + """
-ruleset = landlock.create_ruleset(AccessFs.READ_FILE)
+ruleset = create_ruleset(AccessFs.READ_FILE)
 directory = os.open(sys.argv[1], os.O_PATH)
-assert error_of(landlock.add_path_rule, ruleset, directory, AccessFs.WRITE_FILE) == "EINVAL"
-assert error_of(landlock.add_path_rule, ruleset, directory, AccessFs(0)) == "ENOMSG"
+assert error_of(add_path_rule, ruleset, directory, AccessFs.WRITE_FILE) == "EINVAL"
+assert error_of(add_path_rule, ruleset, directory, AccessFs(0)) == "ENOMSG"
 file = os.open(sys.argv[1] + "/file", os.O_CREAT | os.O_RDWR)
-every = landlock.create_ruleset(landlock.rights_of(1).fs)
+every = create_ruleset(landlock.rights_of(1).fs)
 for right in landlock.rights_of(1).fs:
     expected = None if right & landlock.FILE_RIGHTS else "EINVAL"
-    assert error_of(landlock.add_path_rule, every, file, right) == expected, right
+    assert error_of(add_path_rule, every, file, right) == expected, right
 """,
         str(tmp_path),
     )

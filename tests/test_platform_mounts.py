@@ -3,16 +3,17 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import mountinfo
 import pytest
-
-from stockade.platform import mountinfo
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 PROLOGUE = """
 import errno, os, stat, sys
-from stockade.platform import clone, mountinfo, mounts, namespaces
+import mountinfo
+from stockade.platform import clone, mounts, namespaces
 from stockade.platform.mounts import *
 place = sys.argv[1]
 def error_of(call, *arguments, **options):
@@ -25,6 +26,8 @@ def at(target):
 def write(path):
     with open(path, "w") as file:
         file.write("x")
+def make_private(path):
+    set_attributes(path, flags=AT_RECURSIVE, propagation=MS_PRIVATE)
 namespaces.unshare(clone.CLONE_NEWNS)
 make_private("/")
 """
@@ -35,7 +38,7 @@ def run_inside(place, script: str) -> None:
     before = mountinfo.read_mounts()
     done = subprocess.run(
         [sys.executable, "-c", PROLOGUE + script, str(place)],
-        check=False, capture_output=True, text=True, timeout=60,
+        check=False, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert mountinfo.read_mounts() == before
@@ -199,23 +202,6 @@ assert open(place + "/secret").read() == ""
     )
 
 
-def test_copy_of_a_tree_with_its_mounts_can_become_the_root(tmp_path):
-    (tmp_path / "root").mkdir()
-    run_inside(
-        tmp_path,
-        """
-attach(open_tree("/", flags=AT_RECURSIVE), place + "/root")
-set_attributes(place + "/root", flags=AT_RECURSIVE, add=MOUNT_ATTR_RDONLY)
-os.chdir(place + "/root")
-pivot_root(".", ".")
-unmount(".", MNT_DETACH)
-os.chdir("/")
-assert all("ro" in one.options for one in mountinfo.read_mounts())
-assert error_of(os.mkdir, "/etc/new") == "EROFS"
-""",
-    )
-
-
 def test_device_nodes_can_be_made_before_the_file_system_is_seen(tmp_path):
     run_inside(
         tmp_path,
@@ -264,7 +250,7 @@ if pid == 0:
     attach(new_file_system("proc", {"hidepid": "invisible"}, MOUNT_ATTR_NOSUID), place + "/proc")
     seen = [name for name in os.listdir(place + "/proc") if name.isdecimal()]
     os._exit(seen != ["1"] or "hidepid=invisible" not in
-             mountinfo.read_mounts("self")[-1].super_options)
+             mountinfo.read_mounts()[-1].super_options)
 assert os.waitpid(pid, 0)[1] == 0
 options = {"newinstance": None, "ptmxmode": "0666", "mode": "0620"}
 attach(new_file_system("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC), place + "/pts")
@@ -282,7 +268,6 @@ def test_failed_calls_name_themselves_and_what_they_were_asked(tmp_path):
 for call, arguments in (
     (mount, (None, "/none", None, MS_BIND)),
     (unmount, ("/none",)),
-    (pivot_root, ("/none", "/none")),
     (open_tree, ("/none",)),
     (make_private, ("/none",)),
     (attach, (0, "/none")),

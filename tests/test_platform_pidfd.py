@@ -102,16 +102,12 @@ def no_kernel(monkeypatch):
 def test_numbers_that_mean_many_processes_never_reach_the_kernel(pid):
     with pytest.raises(ValueError, match="cannot signal"):
         pidfd.checked_kill(pid, signal.SIGKILL)
-    with pytest.raises(ValueError, match="cannot signal"):
-        pidfd.checked_killpg(pid, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("no_kernel")
-def test_we_and_our_group_are_never_signalled():
+def test_we_are_never_signalled():
     with pytest.raises(ValueError, match="cannot signal"):
         pidfd.checked_kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(ValueError, match="cannot signal"):
-        pidfd.checked_killpg(os.getpgrp(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("uid", [0, os.getuid() + 1])
@@ -126,13 +122,6 @@ def test_checked_kill_reaches_one_process(sleeper, sleeper_fd):
     wait_for_end(sleeper_fd)
     sleeper.wait()
     assert not pidfd.checked_kill(sleeper.pid, signal.SIGKILL)
-
-
-def test_checked_killpg_reaches_the_group(sleeper, sleeper_fd):
-    assert pidfd.checked_killpg(sleeper.pid, signal.SIGKILL)
-    wait_for_end(sleeper_fd)
-    sleeper.wait()
-    assert not pidfd.checked_killpg(sleeper.pid, signal.SIGKILL)
 
 
 # All imports come first: the interpreter may lie where only root can read.
@@ -150,13 +139,12 @@ def test_eperm_is_raised_and_not_taken_for_gone(sleeper):
     script = (
         AS_NOBODY
         + """
-for kill in (pidfd.checked_kill, pidfd.checked_killpg):
-    try:
-        kill(int(sys.argv[2]), 9)
-    except SyscallError as error:
-        assert "EPERM" in str(error)
-    else:
-        raise SystemExit("no EPERM")
+try:
+    pidfd.checked_kill(int(sys.argv[2]), 9)
+except SyscallError as error:
+    assert "EPERM" in str(error)
+else:
+    raise SystemExit("no EPERM")
 """
     )
     subprocess.run(

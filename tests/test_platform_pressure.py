@@ -10,7 +10,7 @@ import pytest
 
 from stockade.platform import cgroup, devices
 from stockade.platform.errors import SyscallError
-from stockade.platform.pressure import RESOURCES, Stall, host_pressure, parse_pressure
+from stockade.platform.pressure import Stall, host_pressure, parse_pressure
 
 TEXT = (
     "some avg10=1.50 avg60=0.25 avg300=0.00 total=123456789\n"
@@ -31,7 +31,7 @@ def test_what_is_no_pressure_file_is_refused(text: str) -> None:
         parse_pressure(text)
 
 
-@pytest.mark.parametrize("resource", RESOURCES)
+@pytest.mark.parametrize("resource", ["cpu", "io", "memory"])
 def test_the_hosts_pressure_is_what_proc_says(resource: str) -> None:
     if not Path("/proc/pressure").exists():
         assert host_pressure(resource) is None

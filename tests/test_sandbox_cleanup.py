@@ -402,35 +402,3 @@ def run_python(script, *arguments):
         text=True,
         timeout=60,
     )
-
-
-AS_CHILD = """
-import os, sys
-from stockade.platform import clone
-from stockade.sandbox import cleanup
-parent = os.open(sys.argv[1], os.O_RDONLY)
-report, write = os.pipe()
-pid, pidfd = clone.clone3(0)
-if pid == 0:
-    cleanup.remove_and_exit(parent, os.fsencode(sys.argv[2]), write)
-os.close(write)
-status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-print(status, os.read(report, 4096).decode())
-"""
-
-
-def test_a_clone_that_removes_tells_by_its_status(tmp_path):
-    (tmp_path / "work" / "below").mkdir(parents=True)
-    assert run_python(AS_CHILD, str(tmp_path), "work").stdout == "0 \n"
-    assert not (tmp_path / "work").exists()
-    assert run_python(AS_CHILD, str(tmp_path), "a/b").stdout.startswith("1 cannot remove")
-
-
-def test_as_a_program_it_tells_by_its_status(tmp_path):
-    (tmp_path / "work" / "below").mkdir(parents=True)
-    command = [sys.executable, "-m", "stockade.sandbox.cleanup"]
-    subprocess.run([*command, tmp_path, "work"], check=True, timeout=30)
-    assert not (tmp_path / "work").exists()
-    wrong = subprocess.run([*command, tmp_path], check=False, capture_output=True, timeout=30)
-    assert wrong.returncode == 2
-    assert b"usage" in wrong.stderr

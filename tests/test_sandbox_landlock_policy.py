@@ -20,7 +20,7 @@ PROLOGUE = """
 import errno, fcntl, os, pty, socket, struct, sys, termios, tty
 from stockade.platform import prctl, landlock
 from stockade.sandbox.landlock_policy import Grants
-from perform_calls import make_ruleset
+from perform_calls import make_ruleset, restrict_self
 abi, place = int(sys.argv[1]), sys.argv[2]
 def error_of(call, *arguments):
     try:
@@ -32,7 +32,7 @@ def write(path):
         file.write("x")
 prctl.set_no_new_privs()
 grants = Grants(read_only=["/"], read_write=[place + "/a", place + "/b"], devices=["/dev"])
-landlock.restrict_self(make_ruleset(abi, grants))
+restrict_self(make_ruleset(abi, grants))
 """
 
 
@@ -132,9 +132,9 @@ def test_device_outside_the_granted_ones_takes_no_command(place):
 import errno, fcntl, os, sys, termios
 from stockade.platform import prctl, landlock
 from stockade.sandbox.landlock_policy import Grants
-from perform_calls import make_ruleset
+from perform_calls import make_ruleset, restrict_self
 prctl.set_no_new_privs()
-landlock.restrict_self(make_ruleset(landlock.abi(), Grants(["/"], [])))
+restrict_self(make_ruleset(landlock.abi(), Grants(["/"], [])))
 fd = os.open("/dev/urandom", os.O_RDONLY)
 try:
     fcntl.ioctl(fd, 0x80045200, bytes(4))  # RNDGETENTCNT

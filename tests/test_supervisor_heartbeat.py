@@ -102,7 +102,6 @@ def test_the_worker_registers_and_then_beats_at_once_and_again(tmp_path: Path) -
     async def body(worker: Worker) -> None:
         await seen(scheduler, at_least(HEARTBEAT_PATH, 3))
         assert worker.heartbeat.registered
-        assert (worker.heartbeat.answer_age_s or 0) < 10
         assert worker.link.bound is not None
         assert scheduler.workers == [
             {
@@ -174,7 +173,6 @@ def test_a_scheduler_that_is_down_at_the_start_is_one_line_and_one_when_it_is_ba
         worker.heartbeat.beat_now()
         # Down for many attempts, which leave no trace but in the log.
         await asyncio.to_thread(_attempts_refused, scheduler, 5)
-        assert not worker.heartbeat.registered or worker.heartbeat.answer_age_s is not None
         scheduler.start()
         count = len(scheduler.messages)
         await seen(scheduler, lambda s: len(s.messages) > count + 2)
@@ -282,7 +280,7 @@ def test_without_a_scheduler_nothing_is_sent(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await heartbeat.run()
-        assert heartbeat.answer_age_s is None
+        assert not heartbeat.registered
 
     with capture_logs() as lines:
         asyncio.run(run())
@@ -305,12 +303,11 @@ def test_one_outage_seen_by_two_is_told_once() -> None:
         outage.failed("heartbeat", "refused")
         outage.failed("reports", "refused")
         outage.failed("reports", "refused")
-        assert outage.ongoing
+        assert [line["event"] for line in lines] == ["scheduler outage began"]
         outage.recovered("heartbeat")
         assert contacts == ["contact"]
         outage.recovered("reports")
         outage.recovered("reports")
-        assert not outage.ongoing
     events = [line["event"] for line in lines]
     assert events == ["scheduler outage began", "scheduler outage ended"]
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from journal_lab import unfinished_seqs, with_journal
 
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor import journal_history
@@ -52,17 +52,6 @@ PATHS: dict[State, tuple[Event, ...]] = {
     State.DEAD: (Event.END, Event.REFUSE),
     State.DROPPED: (Event.END, Event.REFUSE, Event.DROP),
 }
-
-
-def with_journal(path: Path, body: Callable[[Journal], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        journal = await Journal.open(path)
-        try:
-            return await body(journal)
-        finally:
-            await journal.close()
-
-    return asyncio.run(run())
 
 
 @pytest.fixture
@@ -113,7 +102,7 @@ def test_a_task_comes_back_whole_after_a_restart(path: Path) -> None:
         assert (row.seq, row.state, row.cancelled) == (old.seq, State.RUNNING, True)
         assert row.dispatch == dispatch == old.dispatch
         assert (row.accepted_at, row.started_at) == (old.accepted_at, old.started_at)
-        assert await journal.unfinished_seqs() == [old.seq]
+        assert await unfinished_seqs(journal) == [old.seq]
         await journal.finish(row.seq, OUTCOME, "out\n", 12)
 
     async def after(journal: Journal) -> None:
@@ -258,7 +247,7 @@ def test_many_operations_share_a_commit(path: Path, monkeypatch: pytest.MonkeyPa
         await asyncio.gather(
             *(journal.accept(Dispatch(instance_id=str(number))) for number in range(1000))
         )
-        assert len(await journal.unfinished_seqs()) == 1000
+        assert len(await unfinished_seqs(journal)) == 1000
 
     monkeypatch.setattr(JournalStore, "commit", counting)
     with_journal(path, body)
@@ -316,7 +305,7 @@ def test_close_commits_what_was_asked_before_and_refuses_what_comes_after(path: 
         assert "stockade-journal" not in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(run())
-    assert len(with_journal(path, Journal.unfinished_seqs)) == 2000
+    assert len(with_journal(path, unfinished_seqs)) == 2000
     assert sorted(os.listdir(path.parent)) == ["journal.db"]
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from journal_lab import unfinished_seqs, with_journal
+from tiny_filesystem import tiny_filesystem
 
 from stockade.sandbox.outcome import Outcome, Status
 from stockade.supervisor import journal_file
@@ -70,17 +71,6 @@ WRITER = textwrap.dedent("""
 ORDER = ["accepted", "running", "finished", "delivered"]
 
 
-def with_journal(path: Path, body: Callable[[Journal], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        journal = await Journal.open(path)
-        try:
-            return await body(journal)
-        finally:
-            await journal.close()
-
-    return asyncio.run(run())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():
@@ -90,18 +80,6 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.db"
-
-
-@contextlib.contextmanager
-def tiny_filesystem(directory: Path, size_bytes: int) -> Iterator[Path]:
-    directory.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", directory], check=True
-    )
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", directory], check=True)
 
 
 def fill(filler: Path) -> None:
@@ -242,11 +220,11 @@ def test_a_file_size_limit_refuses_and_recovers(path: Path) -> None:
                     break
             assert taken and refusal and journal.fault, refusal
             assert "file size limit" in str(refusal), refusal
-            assert await journal.unfinished_seqs() == taken
+            assert await unfinished_seqs(journal) == taken
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             assert (await journal.accept(dispatch)).is_new
             assert journal.fault is None
-            assert len(await journal.unfinished_seqs()) == len(taken) + 1
+            assert len(await unfinished_seqs(journal)) == len(taken) + 1
             await journal.close()
             print("recovered")
 
@@ -254,7 +232,7 @@ def test_a_file_size_limit_refuses_and_recovers(path: Path) -> None:
     """)
     done = subprocess.run([sys.executable, "-c", script, path], stdout=subprocess.PIPE, check=True)
     assert done.stdout.splitlines()[-1] == b"recovered"
-    assert with_journal(path, Journal.unfinished_seqs)
+    assert with_journal(path, unfinished_seqs)
 
 
 @needs_mount
@@ -449,7 +427,7 @@ def test_damage_while_running_is_refused_once_and_then_work_goes_on(path: Path) 
         )
 
     async def body(journal: Journal) -> None:
-        seqs = await journal.unfinished_seqs()
+        seqs = await unfinished_seqs(journal)
         damage_pages(path)
         answers = await asyncio.gather(
             *(journal.start(seq) for seq in seqs), return_exceptions=True

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_filesystem import tiny_filesystem
 
 from stockade.platform.errors import StockadeError
 from stockade.supervisor.output import CUT_FORM, Capture, Fed, OutputStore
@@ -28,18 +29,6 @@ needs_mount = pytest.mark.skipif(
 @pytest.fixture
 def store(tmp_path: Path) -> OutputStore:
     return OutputStore(tmp_path / "output", 1000)
-
-
-@contextlib.contextmanager
-def tiny_filesystem(directory: Path, size_bytes: int) -> Iterator[Path]:
-    directory.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", directory], check=True
-    )
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", directory], check=True)
 
 
 @contextlib.contextmanager
