@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import socket
 import struct
@@ -20,18 +19,24 @@ from grpclib.const import Status
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from recording_scheduler import Answer, Behaviour, CutBody, Drip, Drop, Hang
+from link_lab import (
+    ACK,
+    BEAT,
+    REGISTER,
+    TIMED_OUT,
+    RecordingIntake,
+    configured,
+    make_link,
+    telling,
+)
+from recording_scheduler import Answer, Hang
 
-from stockade.sandbox.outcome import ErrorCode, Outcome
-from stockade.sandbox.outcome import Status as TaskStatus
-from stockade.supervisor.config import Config
-from stockade.supervisor.config_load import load
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.links import grpc_messages
-from stockade.supervisor.links.grpc import GrpcLink, credentials_for
-from stockade.supervisor.links.link import Reply, ReplyKind
+from stockade.supervisor.links.link import ReplyKind
 from stockade.supervisor.links.listeners import open_listeners
-from stockade.supervisor.report import running_report, terminal_report
+from stockade.supervisor.links.two_way import TwoWayLink
+from stockade.supervisor.report import running_report
 from stockade.supervisor.wire import scheduler_pb2 as pb
 from stockade.supervisor.wire.messages import (
     ACK_PATH,
@@ -41,87 +46,22 @@ from stockade.supervisor.wire.messages import (
     REPORT_PATH,
     AckRequest,
     ExecuteRequest,
-    HeartbeatRequest,
     HttpRequest,
-    RegisterRequest,
     StatusReport,
 )
 from stockade.supervisor.wire.scheduler_grpc import ExecutorServiceStub
 
 GOAWAY = b"\0\0\x08\x07\0"  # the first bytes of its frame: length, type, flags
 NO_MESSAGE = "it is no ExecuteTaskRequest, or a text in it is not UTF-8"
-ACK = AckRequest(schedule_instance_id="task-1", worker_id="w1")
-BEAT = HeartbeatRequest(worker_id="w1", current_load=1, running_tasks=1, report_unix_milli=5)
-REGISTER = RegisterRequest(
-    worker_id="w1", hostname="h", ip="127.0.0.1", callback_url="http://x", max_concurrency=3
-)
-OUTCOME = Outcome(
-    status=TaskStatus.TIMEOUT,
-    error_code=ErrorCode.TIMEOUT,
-    reason="ran for 2 s",
-    started_at=1_700_000_000.25,
-    finished_at=1_700_000_002.5,
-    exit_code=None,
-    signal="SIGTERM",
-    wall_s=2.25,
-)
-TIMED_OUT = terminal_report("task-1", "w1", OUTCOME, "last words\n")
-
-
-class RecordingIntake:
-    """Takes everything, or raises or does what it is told to."""
-
-    def __init__(self) -> None:
-        self.dispatches: list[ExecuteRequest] = []
-        self.cancels: list[str] = []
-        self.error: Exception | None = None
-        self.gate: asyncio.Event | None = None
-        self.entered = asyncio.Event()
-
-    async def execute(self, request: ExecuteRequest, link: str) -> None:
-        assert link == "grpc"
-        self.entered.set()
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        self.dispatches.append(request)
-
-    async def cancel(self, instance_id: str) -> bool:
-        self.cancels.append(instance_id)
-        return instance_id == "running"
-
-
-def config(tmp_path: Path, **keys: object) -> Config:
-    overrides: dict[str, object] = {
-        "worker.id": "w1",
-        "worker.state_dir": str(tmp_path),
-        "worker.runtime_dir": str(tmp_path),
-        "grpc.listen": "127.0.0.1:0",
-        "report.attempt_timeout": 5.0,
-    }
-    overrides.update({key.replace("__", "."): value for key, value in keys.items()})
-    return load(None, {"HOME": str(tmp_path)}, overrides).config
-
-
-def make_link(
-    settings: Config,
-    intake: RecordingIntake,
-    *,
-    token: str = "",
-    task_uids: range | None = None,
-) -> GrpcLink:
-    credentials = dataclasses.replace(credentials_for(settings), token=token)
-    return GrpcLink(settings, intake, credentials=credentials, task_uids=task_uids)
 
 
 @contextlib.asynccontextmanager
 async def served(
     tmp_path: Path, intake: RecordingIntake, *, token: str = "", **options: Any
-) -> AsyncIterator[GrpcLink]:
+) -> AsyncIterator[TwoWayLink]:
     task_uids = options.pop("task_uids", None)
-    settings = config(tmp_path, **options)
-    link = make_link(settings, intake, token=token, task_uids=task_uids)
+    settings = configured("grpc", tmp_path, **options)
+    link = make_link("grpc", settings, intake, token=token, task_uids=task_uids)
     assert settings.grpc.listen is not None
     await link.start(open_listeners(settings.grpc.listen, "grpc"))
     try:
@@ -138,7 +78,7 @@ def serving(
     """Run ``body(stub, intake)`` beside a link that serves."""
 
     async def run() -> RecordingIntake:
-        intake = RecordingIntake()
+        intake = RecordingIntake("grpc")
         async with served(tmp_path, intake, **options) as link:
             assert link.bound is not None
             async with Channel(link.bound.host, link.bound.port) as channel:
@@ -352,7 +292,7 @@ def test_a_dispatch_goes_on_when_its_sender_hangs_up_or_runs_out_of_time(tmp_pat
 
 def test_the_end_lets_running_calls_end_and_tells_peers_to_call_elsewhere(tmp_path: Path) -> None:
     async def run() -> None:
-        intake = RecordingIntake()
+        intake = RecordingIntake("grpc")
         intake.gate = asyncio.Event()
         async with served(tmp_path, intake) as link:
             assert link.bound is not None
@@ -399,27 +339,8 @@ def test_the_end_lets_running_calls_end_and_tells_peers_to_call_elsewhere(tmp_pa
 # What schedulers are told.
 
 
-def telling(
-    tmp_path: Path,
-    scheduler: str,
-    body: Callable[[GrpcLink], Coroutine[Any, Any, None]],
-    *,
-    token: str = "",
-    **keys: object,
-) -> None:
-    async def run() -> None:
-        settings = config(tmp_path, grpc__scheduler=scheduler, **keys)
-        link = make_link(settings, RecordingIntake(), token=token)
-        try:
-            await body(link)
-        finally:
-            await link.close()
-
-    asyncio.run(run())
-
-
 def test_each_message_has_its_call(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         replies = [
             await link.register(REGISTER),
             await link.heartbeat(BEAT),
@@ -430,7 +351,7 @@ def test_each_message_has_its_call(tmp_path: Path) -> None:
         assert {reply.kind for reply in replies} == {ReplyKind.OK}
 
     with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
+        telling("grpc", tmp_path, scheduler.url, body)
         paths = [message.path for message in scheduler.messages]
         assert paths == [REGISTER_PATH, HEARTBEAT_PATH, ACK_PATH, REPORT_PATH, REPORT_PATH]
         assert {message.connection for message in scheduler.messages} == {1}
@@ -446,15 +367,6 @@ def test_each_message_has_its_call(tmp_path: Path) -> None:
     assert timeout["finished_at"].startswith("2023-11-14T22:13:22.5")
     assert (timeout["signal"], timeout["wall_s"], timeout["exit_code"]) == ("SIGTERM", 2.25, None)
     assert set(StatusReport.__struct_fields__) < set(timeout)
-
-
-def test_the_token_is_sent(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
-        await link.send_ack("", ACK)
-
-    with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body, token="s3cret")
-        assert scheduler.messages[0].headers["authorization"] == "Bearer s3cret"
 
 
 @pytest.mark.parametrize(
@@ -473,7 +385,7 @@ def test_the_token_is_sent(tmp_path: Path) -> None:
     ],
 )
 def test_each_answer_has_its_meaning(tmp_path: Path, status: int, kind: ReplyKind) -> None:
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         for reply in (
             await link.heartbeat(BEAT),
             await link.send_ack("", ACK),
@@ -484,73 +396,34 @@ def test_each_answer_has_its_meaning(tmp_path: Path, status: int, kind: ReplyKin
 
     with GrpcRecordingScheduler() as scheduler:
         scheduler.misbehave(Answer(status))
-        telling(tmp_path, scheduler.url, body)
+        telling("grpc", tmp_path, scheduler.url, body)
 
 
 def test_a_registration_that_is_not_accepted_is_refused(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         assert (await link.register(REGISTER)).kind is ReplyKind.REFUSED
 
     with GrpcRecordingScheduler() as scheduler:
         scheduler.misbehave(Answer(404), path=REGISTER_PATH)
-        telling(tmp_path, scheduler.url, body)
-
-
-@pytest.mark.parametrize("behaviour", [Hang(), Drop(), CutBody(), Drip()], ids=repr)
-def test_lost_contact_is_no_success(tmp_path: Path, behaviour: Behaviour) -> None:
-    async def body(link: GrpcLink) -> None:
-        reply = await link.send_report("", TIMED_OUT)
-        assert (reply.kind, reply.silent) == (ReplyKind.RETRY, True), reply
-        scheduler.behave()
-        assert (await link.send_report("", TIMED_OUT)).kind is ReplyKind.OK
-
-    with GrpcRecordingScheduler() as scheduler:
-        scheduler.misbehave(behaviour)
-        telling(tmp_path, scheduler.url, body, report__attempt_timeout=0.5)
-
-
-def test_a_scheduler_that_is_down_is_silence_and_is_called_again_when_it_is_back(
-    tmp_path: Path,
-) -> None:
-    async def body(link: GrpcLink) -> None:
-        assert (await link.heartbeat(BEAT)).kind is ReplyKind.UNKNOWN  # not registered, but there
-        await asyncio.to_thread(scheduler.stop)
-        reply = await link.heartbeat(BEAT)
-        assert (reply.kind, reply.silent) == (ReplyKind.RETRY, True)
-        await asyncio.to_thread(scheduler.start)
-        assert (await link.register(REGISTER)).kind is ReplyKind.OK
-
-    with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
-
-
-def test_a_kept_connection_that_closes_is_replaced_at_once(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
-        assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
-        scheduler.misbehave(Drop(), times=1)
-        assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
-
-    with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
-        assert [message.connection for message in scheduler.messages] == [1, 1, 2]
+        telling("grpc", tmp_path, scheduler.url, body)
 
 
 def test_a_connection_on_which_nothing_comes_any_more_is_left(tmp_path: Path) -> None:
     """A host that vanished, or a firewall that forgot: no end ever comes, and no answer."""
 
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
         scheduler.misbehave(Hang(), times=1)
         assert (await link.send_ack("", ACK)).silent
         assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
 
     with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body, report__attempt_timeout=0.5)
+        telling("grpc", tmp_path, scheduler.url, body, report__attempt_timeout=0.5)
         assert [message.connection for message in scheduler.messages] == [1, 1, 2]
 
 
 def test_one_call_that_hangs_keeps_the_connection_that_answers_others(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
         scheduler.misbehave(Hang(), path=REPORT_PATH)
         hanging = asyncio.create_task(link.send_report("", TIMED_OUT))
@@ -561,12 +434,12 @@ def test_one_call_that_hangs_keeps_the_connection_that_answers_others(tmp_path: 
         assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
 
     with GrpcRecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body, report__attempt_timeout=0.5)
+        telling("grpc", tmp_path, scheduler.url, body, report__attempt_timeout=0.5)
         assert {message.connection for message in scheduler.messages} == {1}
 
 
 def test_a_server_that_does_not_speak_grpc_is_no_success(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         assert (await link.send_ack("", ACK)).kind is ReplyKind.RETRY
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -581,32 +454,14 @@ def test_a_server_that_does_not_speak_grpc_is_no_success(tmp_path: Path) -> None
         thread = threading.Thread(target=answer)
         thread.start()
         port = listener.getsockname()[1]
-        telling(tmp_path, f"127.0.0.1:{port}", body, report__attempt_timeout=1.0)
+        telling("grpc", tmp_path, f"127.0.0.1:{port}", body, report__attempt_timeout=1.0)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 
-def test_without_a_scheduler_a_message_is_refused(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
-        assert (await link.send_ack("", ACK)).kind is ReplyKind.REFUSED
-        assert (await link.send_ack("no address", ACK)).kind is ReplyKind.REFUSED
-
-    telling(tmp_path, "", body)
-
-
-def test_a_dispatch_may_name_its_scheduler(tmp_path: Path) -> None:
-    async def body(link: GrpcLink) -> None:
-        reply: Reply = await link.send_ack(other.url, ACK)
-        assert reply.kind is ReplyKind.OK
-
-    with GrpcRecordingScheduler() as scheduler, GrpcRecordingScheduler() as other:
-        telling(tmp_path, scheduler.url, body)
-        assert (len(scheduler.messages), len(other.messages)) == (0, 1)
-
-
 def test_what_is_advertised_is_the_bound_address(tmp_path: Path) -> None:
     async def run() -> None:
-        async with served(tmp_path, RecordingIntake()) as link:
+        async with served(tmp_path, RecordingIntake("grpc")) as link:
             told = await link.advertised()
             assert (told.ip, told.grpc_addr, told.callback_url) == (
                 "127.0.0.1",

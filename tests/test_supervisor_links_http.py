@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import http.client
 import json
 import os
@@ -14,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from link_lab import ACK, BEAT, REGISTER, RecordingIntake, configured, make_link, telling
 from recording_scheduler import (
     RESULT_PATH,
     Answer,
-    Behaviour,
-    CutBody,
-    Drip,
-    Drop,
-    Hang,
     RecordingScheduler,
     get,
     post,
@@ -30,8 +25,6 @@ from structlog.testing import capture_logs
 
 from stockade.platform.errors import StockadeError
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
-from stockade.supervisor.config import Config
-from stockade.supervisor.config_load import load
 from stockade.supervisor.errors import ConfigError, RejectedError, Rejection
 from stockade.supervisor.links.access import (
     REFUSED_OPEN_MAX,
@@ -40,9 +33,9 @@ from stockade.supervisor.links.access import (
     parse_networks,
     read_token,
 )
-from stockade.supervisor.links.http import HttpLink, credentials_for
 from stockade.supervisor.links.link import Reply, ReplyKind
 from stockade.supervisor.links.listeners import open_listeners
+from stockade.supervisor.links.two_way import TwoWayLink
 from stockade.supervisor.report import running_report, terminal_report
 from stockade.supervisor.wire.messages import (
     ACK_PATH,
@@ -53,14 +46,10 @@ from stockade.supervisor.wire.messages import (
     REGISTER_PATH,
     REPORT_PATH,
     RUNNING_FIELDS,
-    AckRequest,
     ExecuteRequest,
-    HeartbeatRequest,
-    RegisterRequest,
     StatusReport,
 )
 
-ACK = AckRequest(schedule_instance_id="task-1", worker_id="w1")
 FAILED = terminal_report(
     "task-1",
     "w1",
@@ -68,43 +57,6 @@ FAILED = terminal_report(
     "last words\n",
 )
 SUCCESS = terminal_report("task-1", "w1", Outcome(status=Status.SUCCESS), "hi\n")
-
-
-class RecordingIntake:
-    """Takes everything, or raises or does what it is told to."""
-
-    def __init__(self) -> None:
-        self.dispatches: list[ExecuteRequest] = []
-        self.cancels: list[str] = []
-        self.known = {"running"}
-        self.error: Exception | None = None
-        self.gate: asyncio.Event | None = None
-        self.entered = asyncio.Event()
-
-    async def execute(self, request: ExecuteRequest, link: str) -> None:
-        assert link == "http"
-        self.entered.set()
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        self.dispatches.append(request)
-
-    async def cancel(self, instance_id: str) -> bool:
-        self.cancels.append(instance_id)
-        return instance_id in self.known
-
-
-def config(tmp_path: Path, **keys: object) -> Config:
-    overrides: dict[str, object] = {
-        "worker.id": "w1",
-        "worker.state_dir": str(tmp_path),
-        "worker.runtime_dir": str(tmp_path),
-        "http.listen": "127.0.0.1:0",
-        "report.attempt_timeout": 5.0,
-    }
-    overrides.update({key.replace("__", "."): value for key, value in keys.items()})
-    return load(None, {"HOME": str(tmp_path)}, overrides).config
 
 
 @contextlib.asynccontextmanager
@@ -116,14 +68,8 @@ async def served(
     task_uids: range | None = None,
     **keys: object,
 ) -> AsyncIterator[str]:
-    settings = config(tmp_path, **keys)
-    link = HttpLink(
-        settings,
-        intake,
-        metrics=lambda: b"up 1\n",
-        credentials=dataclasses.replace(credentials_for(settings), token=token),
-        task_uids=task_uids,
-    )
+    settings = configured("http", tmp_path, **keys)
+    link = make_link("http", settings, intake, token=token, task_uids=task_uids)
     assert settings.http.listen is not None
     await link.start(open_listeners(settings.http.listen))
     try:
@@ -140,7 +86,7 @@ def serving(
     """Run ``body(url, intake)`` beside a link that serves."""
 
     async def run() -> RecordingIntake:
-        intake = RecordingIntake()
+        intake = RecordingIntake("http")
         async with served(tmp_path, intake, **settings) as url:
             await body(url, intake)
         return intake
@@ -559,42 +505,11 @@ def test_a_token_file_holds_one_token(tmp_path: Path) -> None:
 # What schedulers are told.
 
 
-def telling(
-    tmp_path: Path,
-    url: str,
-    body: Callable[[HttpLink], Coroutine[Any, Any, None]],
-    *,
-    token: str = "",
-    **keys: object,
-) -> None:
-    async def run() -> None:
-        settings = config(tmp_path, **({"http__scheduler": url} if url else {}), **keys)
-        link = HttpLink(
-            settings,
-            RecordingIntake(),
-            metrics=bytes,
-            credentials=dataclasses.replace(credentials_for(settings), token=token),
-            task_uids=None,
-        )
-        try:
-            await body(link)
-        finally:
-            await link.close()
-
-    asyncio.run(run())
-
-
 def test_each_message_goes_to_its_path(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        register = RegisterRequest(
-            worker_id="w1", hostname="h", ip="127.0.0.1", callback_url="x", max_concurrency=3
-        )
-        beat = HeartbeatRequest(
-            worker_id="w1", current_load=1, running_tasks=1, report_unix_milli=5
-        )
+    async def body(link: TwoWayLink) -> None:
         replies = [
-            await link.register(register),
-            await link.heartbeat(beat),
+            await link.register(REGISTER),
+            await link.heartbeat(BEAT),
             await link.send_ack("", ACK),
             await link.send_report("", running_report("task-1", "w1")),
             await link.send_report("", FAILED),
@@ -602,9 +517,11 @@ def test_each_message_goes_to_its_path(tmp_path: Path) -> None:
         assert {reply.kind for reply in replies} == {ReplyKind.OK}
 
     with RecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
+        telling("http", tmp_path, scheduler.url, body)
         paths = [message.path for message in scheduler.messages]
         assert paths == [REGISTER_PATH, HEARTBEAT_PATH, ACK_PATH, REPORT_PATH, REPORT_PATH]
+        types = {message.headers["content-type"] for message in scheduler.messages}
+        assert types == {"application/json"}
         registration, beat, ack, running, failed = (m.body for m in scheduler.messages)
     assert registration["protocol"] == "http"
     assert registration["labels"] == {}
@@ -613,38 +530,6 @@ def test_each_message_goes_to_its_path(tmp_path: Path) -> None:
     assert tuple(running) == RUNNING_FIELDS
     assert set(failed) == set(StatusReport.__struct_fields__)
     assert failed["error_message"] == "ran for 2 s\nlast words\n"
-
-
-def test_messages_go_over_one_kept_connection(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        for _ in range(5):
-            assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
-
-    with RecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
-        assert {message.connection for message in scheduler.messages} == {1}
-        assert "authorization" not in scheduler.messages[0].headers
-        assert scheduler.messages[0].headers["content-type"] == "application/json"
-
-
-def test_a_kept_connection_that_closes_is_replaced_at_once(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
-        scheduler.misbehave(Drop(), times=1)
-        assert (await link.send_ack("", ACK)).kind is ReplyKind.OK
-
-    with RecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body)
-        assert [message.connection for message in scheduler.messages] == [1, 1, 2]
-
-
-def test_the_token_is_sent(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        await link.send_ack("", ACK)
-
-    with RecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body, token="s3cret")
-        assert scheduler.messages[0].headers["authorization"] == "Bearer s3cret"
 
 
 @pytest.mark.parametrize(
@@ -668,7 +553,7 @@ def test_the_token_is_sent(tmp_path: Path) -> None:
     ],
 )
 def test_each_status_has_its_meaning(tmp_path: Path, status: int, kind: ReplyKind) -> None:
-    async def body(link: HttpLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         reply = await link.send_report("", SUCCESS)
         assert reply.kind is kind
         assert not reply.silent
@@ -678,31 +563,8 @@ def test_each_status_has_its_meaning(tmp_path: Path, status: int, kind: ReplyKin
     with RecordingScheduler() as scheduler:
         headers = {"Location": "/elsewhere"}
         scheduler.misbehave(Answer(status, "because", headers))
-        telling(tmp_path, scheduler.url, body)
+        telling("http", tmp_path, scheduler.url, body)
         assert len(scheduler.messages) == 1
-
-
-@pytest.mark.parametrize("behaviour", [Hang(), Drop(), CutBody(), Drip()], ids=repr)
-def test_lost_contact_is_no_success(tmp_path: Path, behaviour: Behaviour) -> None:
-    async def body(link: HttpLink) -> None:
-        reply = await link.send_report("", SUCCESS)
-        assert reply.kind is ReplyKind.RETRY
-        assert reply.silent
-        assert reply.reason
-
-    with RecordingScheduler() as scheduler:
-        scheduler.misbehave(behaviour)
-        telling(tmp_path, scheduler.url, body, report__attempt_timeout=0.3)
-
-
-def test_a_scheduler_that_is_down_is_silence(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        reply = await link.send_ack("", ACK)
-        assert (reply.kind, reply.silent) == (ReplyKind.RETRY, True)
-
-    with RecordingScheduler() as scheduler:
-        scheduler.stop()
-        telling(tmp_path, scheduler.url, body)
 
 
 @pytest.mark.parametrize(
@@ -714,46 +576,27 @@ def test_a_scheduler_that_is_down_is_silence(tmp_path: Path) -> None:
     ],
 )
 def test_retry_after_is_read(tmp_path: Path, header: str, low_s: float, high_s: float) -> None:
-    async def body(link: HttpLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         reply = await link.send_ack("", ACK)
         assert reply.retry_after_s is not None
         assert low_s <= reply.retry_after_s <= high_s
 
     with RecordingScheduler() as scheduler:
         scheduler.misbehave(Answer(503, {}, {"Retry-After": header}))
-        telling(tmp_path, scheduler.url, body)
-
-
-def test_a_dispatch_may_name_its_scheduler(tmp_path: Path) -> None:
-    async def body(link: HttpLink) -> None:
-        assert (await link.send_ack(other.url + "/", ACK)).kind is ReplyKind.OK
-
-    with RecordingScheduler() as scheduler, RecordingScheduler() as other:
-        telling(tmp_path, scheduler.url, body)
-        assert (len(scheduler.messages), len(other.messages)) == (0, 1)
-
-
-@pytest.mark.parametrize("scheduler", ["", "http://a b:99999999/"])
-def test_a_scheduler_that_is_none_refuses(tmp_path: Path, scheduler: str) -> None:
-    async def body(link: HttpLink) -> None:
-        reply = await link.send_ack(scheduler, ACK)
-        assert reply.kind is ReplyKind.REFUSED
-        assert reply.reason
-
-    telling(tmp_path, "", body)
+        telling("http", tmp_path, scheduler.url, body)
 
 
 def test_the_older_dialect_tells_results_only(tmp_path: Path) -> None:
     replies: list[Reply] = []
 
-    async def body(link: HttpLink) -> None:
+    async def body(link: TwoWayLink) -> None:
         replies.append(await link.send_ack("", ACK))
         replies.append(await link.send_report("", running_report("task-1", "w1")))
         replies.append(await link.send_report("", SUCCESS))
         replies.append(await link.send_report("", FAILED))
 
     with RecordingScheduler() as scheduler:
-        telling(tmp_path, scheduler.url, body, report__dialect="task-result")
+        telling("http", tmp_path, scheduler.url, body, report__dialect="task-result")
         assert {message.path for message in scheduler.messages} == {RESULT_PATH}
         assert [message.body for message in scheduler.messages] == [
             {
@@ -777,14 +620,8 @@ def test_the_older_dialect_tells_results_only(tmp_path: Path) -> None:
 
 def advertised(tmp_path: Path, listen: str, **keys: object) -> tuple[str, str, int]:
     async def run() -> tuple[str, str, int]:
-        settings = config(tmp_path, http__listen=listen, **keys)
-        link = HttpLink(
-            settings,
-            RecordingIntake(),
-            metrics=bytes,
-            credentials=credentials_for(settings),
-            task_uids=None,
-        )
+        settings = configured("http", tmp_path, http__listen=listen, **keys)
+        link = make_link("http", settings, RecordingIntake("http"))
         assert (await link.advertised()).callback_url == ""
         await link.start(open_listeners(listen))
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from test_supervisor_links_grpc import RecordingIntake, config, make_link
+from link_lab import RecordingIntake, configured, make_link
 from worker_process import WorkerProcess, eventually
 
 from stockade.supervisor.links.listeners import open_listeners
@@ -232,11 +232,11 @@ def test_a_handover_of_the_listening_socket_refuses_no_dispatch(
     peer = make_peer()
 
     async def run() -> None:
-        settings = config(tmp_path)
+        settings = configured("grpc", tmp_path)
         (listener,) = open_listeners("127.0.0.1:0", "grpc")
         port = listener.getsockname()[1]
-        intakes = [RecordingIntake() for _ in range(5)]
-        link = make_link(settings, intakes[0])
+        intakes = [RecordingIntake("grpc") for _ in range(5)]
+        link = make_link("grpc", settings, intakes[0])
         await link.start([listener.dup()])
         flood = asyncio.create_task(
             asyncio.to_thread(
@@ -247,7 +247,7 @@ def test_a_handover_of_the_listening_socket_refuses_no_dispatch(
             while len(before.dispatches) < 100:
                 await asyncio.sleep(0.01)
                 assert not flood.done(), flood.result()
-            successor = make_link(settings, following)
+            successor = make_link("grpc", settings, following)
             await successor.start([listener.dup()])
             await link.close()
             link = successor
