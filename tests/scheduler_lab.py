@@ -209,3 +209,16 @@ async def _accept(_dispatch: dict[str, Any]) -> web.Response:
 
 async def _cancelled(_cancel: dict[str, Any]) -> web.Response:
     return web.json_response({"status": "cancelled"})
+
+
+Scenario = Callable[[SchedulerProcess, FakeWorker], Awaitable[None]]
+
+
+def play(state_dir: Path, scenario: Scenario) -> None:
+    """Runs it with a scheduler and a worker of its own."""
+
+    async def main() -> None:
+        async with lab(state_dir) as (scheduler, worker):
+            await scenario(scheduler, worker)
+
+    asyncio.run(main())

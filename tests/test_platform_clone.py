@@ -1,29 +1,15 @@
 """clone3, in fresh single-threaded processes: what it is made for."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from python_process import run_python
 
 from stockade.platform import clone
 from stockade.platform.cgroup import Group, find_mount
 from stockade.platform.errors import SyscallError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-def run_python(script: str, *arguments: str) -> str:
-    """Runs a script that asserts by itself; gives what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_child_runs_python_and_its_pidfd_tells_its_end():

@@ -1,10 +1,9 @@
 """System V objects in an ipc namespace of the test's own, and files by owner."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+import python_process
 
 from stockade.platform import ipc
 
@@ -37,12 +36,8 @@ def as_user(uid, body):
 """
 
 
-def run_python(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + script],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def run_python(script: str) -> str:
+    return python_process.run_python(PROLOGUE + script)
 
 
 @needs_root

@@ -2,12 +2,10 @@
 
 import errno
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from perform_calls import create_ruleset
+from python_process import run_python
 
 from stockade.platform import landlock
 from stockade.platform.landlock import AccessFs, AccessNet, Scope
@@ -17,15 +15,6 @@ ABI = landlock.abi()
 
 def needs_abi(version: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(version > ABI, reason=f"needs Landlock ABI {version}, here is {ABI}")
-
-
-def run_python(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        check=False, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 PROLOGUE = """

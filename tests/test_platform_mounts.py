@@ -1,12 +1,10 @@
 """Mounts, each in a mount namespace of its own, in a process of its own."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import mountinfo
 import pytest
+from python_process import run_python
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -36,11 +34,7 @@ make_private("/")
 def run_inside(place, script: str) -> None:
     """Runs it in a new mount namespace; the host's table must be the same before and after."""
     before = mountinfo.read_mounts()
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + script, str(place)],
-        check=False, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_python(PROLOGUE + script, str(place))
     assert mountinfo.read_mounts() == before
 
 

@@ -1,20 +1,11 @@
 """Namespaces of a running process, and loopback in a new network."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from python_process import run_python
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-def run_python(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @needs_root

@@ -1,10 +1,9 @@
 """prctl and capabilities, each in a process of its own, compared with /proc/self/status."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+import python_process
 
 from stockade.platform import prctl
 
@@ -29,15 +28,7 @@ def mask(*names):
 
 
 def run_python(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python_process.run_python(PREAMBLE + script)
 
 
 @needs_root

@@ -1,9 +1,7 @@
 """User namespaces: the ids inside."""
 
-import subprocess
-import sys
-
 import pytest
+from python_process import run_python
 
 
 def test_ordinary_user_keeps_its_own_ids():
@@ -36,10 +34,7 @@ if pid == 0:
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    if done.stdout.startswith("skip"):
-        pytest.skip(f"no user namespaces for ordinary users on this host: {done.stdout}")
-    assert done.stdout == "kept\n"
+    printed = run_python(script)
+    if printed.startswith("skip"):
+        pytest.skip(f"no user namespaces for ordinary users on this host: {printed}")
+    assert printed == "kept\n"

@@ -281,6 +281,13 @@ def test_protecting_attributes_do_not_protect(script, tmp_path, parent):
         subprocess.run(["chattr", "-R", "-ia", tmp_path], check=False, capture_output=True)
 
 
+REMOVE_WORK = """
+import os, sys
+from stockade.sandbox import cleanup
+cleanup.remove_tree(os.open(sys.argv[1], os.O_RDONLY), b"work")
+"""
+
+
 @needs_root
 @pytest.mark.parametrize("source", ["tmpfs", "bind"])
 def test_a_mount_is_left_and_told_and_the_rest_goes(tmp_path, parent, source):
@@ -292,10 +299,21 @@ def test_a_mount_is_left_and_told_and_the_rest_goes(tmp_path, parent, source):
     command = "mount -t tmpfs none" if source == "tmpfs" else 'mount --bind "$0/bystander"'
     script = (
         f'{command} "$0/work/a/mounted" || exit 77; touch "$0/work/a/mounted/kept"; '
-        'exec "$1" -m stockade.sandbox.cleanup "$0" work'
+        'exec "$1" -c "$2" "$0"'
     )
     done = subprocess.run(
-        ["unshare", "-m", "--propagation", "private", "sh", "-c", script, tmp_path, sys.executable],
+        [
+            "unshare",
+            "-m",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            script,
+            tmp_path,
+            sys.executable,
+            REMOVE_WORK,
+        ],  # fmt: skip
         check=False,
         capture_output=True,
         text=True,
@@ -392,13 +410,3 @@ def test_a_directory_swapped_for_a_symlink_meanwhile_is_not_followed(tmp_path, p
     assert "work/a'" in message
     monkeypatch.undo()
     cleanup.remove_tree(parent, b"work")
-
-
-def run_python(script, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,13 @@ from scheduler_lab import (
     ended,
     fake_worker,
     get,
-    lab,
+    play,
     post,
     submit,
 )
 
 from stockade.supervisor.scheduler.app import Scheduler
 from stockade.supervisor.scheduler.settings import Settings
-
-Scenario = Callable[[SchedulerProcess, FakeWorker], Awaitable[None]]
-
-
-def play(state_dir: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        async with lab(state_dir) as (scheduler, worker):
-            await scenario(scheduler, worker)
-
-    asyncio.run(main())
 
 
 def test_a_bad_submission_is_a_400_that_names_the_field(tmp_path: Path) -> None:

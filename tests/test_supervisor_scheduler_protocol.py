@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ from scheduler_lab import (
     ended,
     fake_worker,
     get,
-    lab,
+    play,
     post,
     scheduler_process,
     submit,
     until,
 )
-
-Scenario = Callable[[SchedulerProcess, FakeWorker], Awaitable[None]]
-
-
-def play(state_dir: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        async with lab(state_dir) as (scheduler, worker):
-            await scenario(scheduler, worker)
-
-    asyncio.run(main())
 
 
 def test_a_task_goes_from_submission_to_success(tmp_path: Path) -> None:
