@@ -313,7 +313,7 @@ def test_a_mount_is_left_and_told_and_the_rest_goes(tmp_path, parent, source):
             tmp_path,
             sys.executable,
             REMOVE_WORK,
-        ],  # fmt: skip
+        ],
         check=False,
         capture_output=True,
         text=True,
