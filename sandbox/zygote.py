@@ -37,7 +37,9 @@ _PARKED: Final = 64
 _TEXT_BYTES: Final = 4096
 # What the steps of a slot take; its launcher gives them up before a task runs.
 _CAPABILITIES: Final = frozenset({"CAP_SYS_ADMIN", "CAP_NET_ADMIN"})
-# It answers in microseconds; one that was stopped must not stop the spawner for good.
+# It is made in milliseconds, and answers in less; one that is stopped must not stop the spawner for
+# good. A slow host may be busy with other things.
+_START_S: Final = 10.0
 _ANSWER_S: Final = 5.0
 
 
@@ -85,8 +87,9 @@ class Zygote:
                 self.pid, self.pidfd = clone.clone3(ground.clone_flags)
                 if self.pid == 0:
                     _become_zygote(ground, theirs.fileno(), uid, gid)
-            self._socket.settimeout(_ANSWER_S)
+            self._socket.settimeout(_START_S)
             said = self._socket.recv(_TEXT_BYTES)
+            self._socket.settimeout(_ANSWER_S)
         except OSError as error:
             self.close()
             raise SandboxSetupError.refused("start a zygote", error) from error
