@@ -213,6 +213,14 @@ def _slot_of(equipment: Equipment, header: SlotRecord, launcher: int | None) -> 
     )
 
 
+def _maker(name: str) -> int:
+    """The generation whose slot this is; 0, which no spawner has, for what is no slot's name."""
+    try:
+        return generation_of(name)
+    except ValueError:
+        return 0
+
+
 def _sweep(tasks: Tasks, is_dead: Callable[[int], bool]) -> None:
     """Removes what dead spawners left: groups, work directories, FIFOs."""
     places, tree = tasks.equipment.places, tasks.equipment.tree
@@ -221,7 +229,7 @@ def _sweep(tasks: Tasks, is_dead: Callable[[int], bool]) -> None:
     kept |= {theirs.slot for theirs in recorded_slots(places.record, tasks.by_seq)}
 
     def stale(names: Iterable[str]) -> set[str]:
-        return {name for name in names if name not in kept and is_dead(generation_of(name))}
+        return {name for name in names if name not in kept and is_dead(_maker(name))}
 
     left = stale(os.listdir(places.work))
     if tree is not None:

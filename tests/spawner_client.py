@@ -104,6 +104,9 @@ class SpawnerClient:
         )
         assert packet, "the spawner hung up"
         message = protocol.decode(packet)
+        if isinstance(message, protocol.Prepared) and message.seq in self.outputs:
+            # In another slot: nothing ran in the one before.
+            os.close(self.outputs.pop(message.seq))
         if isinstance(message, protocol.Prepared | protocol.Started | protocol.Ended) and fds:
             self._keep_output(message.seq, fds[0])
         if isinstance(message, protocol.Started):

@@ -237,7 +237,7 @@ def test_an_ordinary_user_has_limits_by_his_own_systemd(user: User) -> None:
     assert "memory.events" in outcome["reason"]
     assert done.returncode == 137
     # Only what takes root is missing.
-    assert outcome["degraded"] == ["own_uid"]
+    assert outcome["degraded"] == ["own_uid", "cgroup_namespace"]
 
 
 @pytest.mark.needs_lab

@@ -187,3 +187,18 @@ def test_token_stays_over_a_take_over_and_a_restart(client: SpawnerClient) -> No
     token = client.welcome.token
     kill_spawner(client)
     assert client.reconnect().token == token
+
+
+def test_what_is_no_slots_is_cleared_and_keeps_no_spawner_from_starting(
+    client: SpawnerClient,
+) -> None:
+    work = client.home / "state/work/odd"
+    work.mkdir()
+    (client.home / "run/spawner/output/odd").touch()
+    (standby,) = eventually(lambda: children(client.welcome.pid, "standby"))
+    os.kill(standby, signal.SIGKILL)
+    kill_now(client.welcome.pid)
+    client.socket.close()
+    client.connect()
+    eventually(lambda: not work.exists())
+    assert client.run(1, "echo on")[1] == b"on\n"
