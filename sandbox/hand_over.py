@@ -131,9 +131,7 @@ def own_hard_limits() -> dict[int, int]:
     """Hard limits that we may not raise for a task; in containers often root may not either."""
     if "CAP_SYS_RESOURCE" in prctl.effective_capabilities():
         return {}
-    kinds = (
-        resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC,
-    )  # fmt: skip
+    kinds = (*plan.RLIMITS.values(), resource.RLIMIT_NPROC)
     found = {kind: resource.getrlimit(kind)[1] for kind in kinds}
     return {kind: hard for kind, hard in found.items() if hard != resource.RLIM_INFINITY}
 

@@ -1,4 +1,4 @@
-"""The table of limits: each is declared here once, with its unit and default.
+"""The table of limits: each is declared here once, with its unit, default and least value.
 
 Names are systemd.exec(5)'s and systemd.resource-control(5)'s in snake case. Parsing texts such as
 ``64M`` and merging with configuration is the supervisor's; enforcing is the plan's.
@@ -24,10 +24,12 @@ class Unit(enum.Enum):
     CHOICE = "choice"
 
 
-def _limit(unit: Unit, default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(
-        default=default, metadata={"unit": unit, "help": text, "choices": choices}
-    )
+def _limit(
+    unit: Unit, default: Any, text: str, *, least: float = 0, choices: tuple[str, ...] = ()
+) -> Any:
+    """``least``: below it the kernel refuses the value, or no task could so much as start."""
+    metadata = {"unit": unit, "help": text, "least": least, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,21 +41,30 @@ class Limits:
     """
 
     memory_max: int | None = _limit(
-        Unit.BYTES, 256 * MIB, "most memory; past it the task is killed"
+        Unit.BYTES, 256 * MIB, "most memory; past it the task is killed", least=MIB
     )
-    memory_high: int | None = _limit(Unit.BYTES, None, "memory above which the task is slowed")
+    memory_high: int | None = _limit(
+        Unit.BYTES, None, "memory above which the task is slowed", least=MIB
+    )
     memory_swap_max: int | None = _limit(Unit.BYTES, 0, "most swap")
-    cpu_quota: float | None = _limit(Unit.CPUS, None, "CPU time per time, 100% is one CPU")
-    cpu_weight: int | None = _limit(Unit.WEIGHT, None, "share of CPU against other tasks")
-    tasks_max: int | None = _limit(Unit.COUNT, 512, "most processes and threads")
-    io_weight: int | None = _limit(Unit.WEIGHT, None, "share of disk I/O against other tasks")
+    # cpu.max takes no less than 1 ms in 100 ms.
+    cpu_quota: float | None = _limit(
+        Unit.CPUS, None, "CPU time per time, 100% is one CPU", least=0.01
+    )
+    cpu_weight: int | None = _limit(Unit.WEIGHT, None, "share of CPU against other tasks", least=1)
+    tasks_max: int | None = _limit(Unit.COUNT, 512, "most processes and threads", least=1)
+    io_weight: int | None = _limit(
+        Unit.WEIGHT, None, "share of disk I/O against other tasks", least=1
+    )
     io_read_bandwidth_max: int | None = _limit(
-        Unit.BYTES, None, "most bytes a second read from the work directory's disk"
+        Unit.BYTES, None, "most bytes a second read from the work directory's disk", least=1024
     )
     io_write_bandwidth_max: int | None = _limit(
-        Unit.BYTES, None, "most bytes a second written to the work directory's disk"
+        Unit.BYTES, None, "most bytes a second written to the work directory's disk", least=1024
     )
-    runtime_max: float | None = _limit(Unit.SECONDS, 300.0, "longest run, counted from the start")
+    runtime_max: float | None = _limit(
+        Unit.SECONDS, 300.0, "longest run, counted from the start", least=0.001
+    )
     timeout_stop: float | None = _limit(Unit.SECONDS, 5.0, "grace between SIGTERM and SIGKILL")
     oom_policy: str = _limit(
         Unit.CHOICE,
@@ -61,7 +72,7 @@ class Limits:
         "on out of memory: kill the task or continue",
         choices=("kill", "continue"),
     )
-    limit_nofile: int | None = _limit(Unit.COUNT, 65536, "most open files per process")
+    limit_nofile: int | None = _limit(Unit.COUNT, 65536, "most open files per process", least=16)
     # 1 and not 0: with a piped core_pattern 0 still starts the helper (core(5)), 1 stops both.
     limit_core: int | None = _limit(Unit.BYTES, 1, "largest core file")
     limit_fsize: int | None = _limit(Unit.BYTES, None, "largest file a process may write")

@@ -11,6 +11,12 @@ from stockade.sandbox.launch_message import NO_FLAGS, Flags, LaunchMessage, User
 from stockade.sandbox.limits import Limits
 
 UMASK: Final = 0o022
+# Which limits are setrlimit(2)'s, of each process.
+RLIMITS: Final = {
+    "limit_core": resource.RLIMIT_CORE,
+    "limit_fsize": resource.RLIMIT_FSIZE,
+    "limit_nofile": resource.RLIMIT_NOFILE,
+}
 
 
 def rlimits(
@@ -33,9 +39,7 @@ def rlimits(
         # No priority above the default, whatever the worker itself was given.
         (resource.RLIMIT_NICE, 0),
         (resource.RLIMIT_RTPRIO, 0),
-        (resource.RLIMIT_CORE, limits.limit_core),
-        (resource.RLIMIT_FSIZE, limits.limit_fsize),
-        (resource.RLIMIT_NOFILE, limits.limit_nofile),
+        *((kind, getattr(limits, name)) for name, kind in RLIMITS.items()),
     ]
     if limits.tasks_max is not None and "pids" not in controllers:
         wanted.append((resource.RLIMIT_NPROC, limits.tasks_max + threads_of_user))

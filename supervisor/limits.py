@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from stockade.sandbox.limits import MIB, Limits, Unit
+from stockade.sandbox.limits import Limits, Unit
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.quantities import (
     MAX_SECONDS,
@@ -59,18 +59,6 @@ UNLIMITED: Final = Limits(
 )
 """A maximum that lowers nothing, for tasks that the host's own user starts."""
 
-# Below these the kernel refuses the value, or no task could so much as start.
-_MINIMUM: Final[dict[str, float]] = {
-    "memory_max": MIB,
-    "memory_high": MIB,
-    "cpu_quota": 0.01,  # cpu.max takes no less than 1 ms in 100 ms
-    "tasks_max": 1,
-    "io_read_bandwidth_max": 1024,
-    "io_write_bandwidth_max": 1024,
-    "runtime_max": 0.001,
-    "limit_nofile": 16,
-}
-
 
 def parse_limit(name: str, value: object) -> Any:
     """The value of limit ``name`` from what a person or a dispatch wrote.
@@ -84,9 +72,9 @@ def parse_limit(name: str, value: object) -> Any:
     if metadata["unit"] is Unit.CHOICE:
         return _choice(value, metadata["choices"])
     parsed = _PARSE[metadata["unit"]](value)
-    minimum = _MINIMUM.get(name, 1 if metadata["unit"] is Unit.WEIGHT else 0)
-    if parsed is not None and parsed < minimum:
-        raise ValueError(f"{shown(value)} is less than the least, {format_limit(name, minimum)}")
+    least = metadata["least"]
+    if parsed is not None and parsed < least:
+        raise ValueError(f"{shown(value)} is less than the least, {format_limit(name, least)}")
     if parsed is not None and metadata["unit"] is Unit.WEIGHT and parsed > MAX_WEIGHT:
         raise ValueError(f"{shown(value)} is not a weight from 1 to {MAX_WEIGHT}")
     return parsed
