@@ -12,7 +12,7 @@ from stockade.platform import devices
 from stockade.platform.errors import SyscallError
 from stockade.sandbox import confinement_probe
 from stockade.sandbox.delegation import CONTROLLERS, Delegation, find_delegation
-from stockade.sandbox.limits import Ceilings, Limits
+from stockade.sandbox.limits import LIMIT_FIELDS, Ceilings, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, View, needs
 from stockade.sandbox.work_directory import fits_in_memory, wants_quota
 
@@ -119,18 +119,6 @@ def _disk_of(directory: str) -> str | None:
             directory = above
 
 
-# Which controller holds a limit, and what is done without it.
-_BY_CONTROLLER: Final[dict[str, tuple[str, str]]] = {
-    "memory_max": ("memory", "a watchdog samples the task's processes and kills at the limit"),
-    "memory_high": ("memory", "nothing"),
-    "memory_swap_max": ("memory", "nothing"),
-    "cpu_quota": ("cpu", "nothing"),
-    "cpu_weight": ("cpu", "nothing"),
-    "tasks_max": ("pids", "RLIMIT_NPROC of the task's uid"),
-    "io_weight": ("io", "nothing"),
-    "io_read_bandwidth_max": ("io", "nothing"),
-    "io_write_bandwidth_max": ("io", "nothing"),
-}
 _NO_KILL: Final = "the kernel has no cgroup.kill (5.14)"
 _KILL: Final = "use Linux 5.14 or newer"
 _DISK: Final = (
@@ -185,10 +173,10 @@ def missing(
     A limit that is not set is not missed.
     """
     found = [
-        Missing(name, why, instead, mend)
-        for name, (controller, instead) in _BY_CONTROLLER.items()
-        if getattr(limits, name) is not None
-        for why, mend in _lacks(host, name, controller)
+        Missing(name, why, field.metadata["instead"], mend)
+        for name, field in LIMIT_FIELDS.items()
+        if field.metadata["instead"] and getattr(limits, name) is not None
+        for why, mend in _lacks(host, name, field.metadata["controller"])
     ]
     lacking = needs(profile, view) - host.available
     for feature, (instead, mend_as_root, mend_as_user) in _BY_FEATURE.items():

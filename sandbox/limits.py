@@ -1,4 +1,4 @@
-"""The table of limits: each is declared here once, with its unit, default and least value.
+"""The table of limits: each is declared here once, with its unit, default and bounds.
 
 Names are systemd.exec(5)'s and systemd.resource-control(5)'s in snake case. Parsing texts such as
 ``64M`` and merging with configuration is the supervisor's; enforcing is the plan's.
@@ -25,10 +25,24 @@ class Unit(enum.Enum):
 
 
 def _limit(
-    unit: Unit, default: Any, text: str, *, least: float = 0, choices: tuple[str, ...] = ()
-) -> Any:
-    """``least``: below it the kernel refuses the value, or no task could so much as start."""
-    metadata = {"unit": unit, "help": text, "least": least, "choices": choices}
+    unit: Unit, default: Any, text: str, *, least: float = 0, choices: tuple[str, ...] = (),
+    controller: str = "", instead: str = "",
+) -> Any:  # fmt: skip
+    """One limit.
+
+    Args:
+        unit: of its values.
+        default: what holds when nobody says otherwise.
+        text: the help.
+        least: below it the kernel refuses the value, or no task could so much as start.
+        choices: of a CHOICE, from the strictest on.
+        controller: the cgroup controller that holds it, if one does.
+        instead: what is done on a host without that.
+    """
+    metadata = {
+        "unit": unit, "help": text, "least": least, "choices": choices,
+        "controller": controller, "instead": instead,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -41,27 +55,42 @@ class Limits:
     """
 
     memory_max: int | None = _limit(
-        Unit.BYTES, 256 * MIB, "most memory; past it the task is killed", least=MIB
-    )
+        Unit.BYTES, 256 * MIB, "most memory; past it the task is killed", least=MIB,
+        controller="memory",
+        instead="a watchdog samples the task's processes and kills at the limit",
+    )  # fmt: skip
     memory_high: int | None = _limit(
-        Unit.BYTES, None, "memory above which the task is slowed", least=MIB
+        Unit.BYTES, None, "memory above which the task is slowed", least=MIB,
+        controller="memory", instead="nothing",
+    )  # fmt: skip
+    memory_swap_max: int | None = _limit(
+        Unit.BYTES, 0, "most swap", controller="memory", instead="nothing"
     )
-    memory_swap_max: int | None = _limit(Unit.BYTES, 0, "most swap")
     # cpu.max takes no less than 1 ms in 100 ms.
     cpu_quota: float | None = _limit(
-        Unit.CPUS, None, "CPU time per time, 100% is one CPU", least=0.01
-    )
-    cpu_weight: int | None = _limit(Unit.WEIGHT, None, "share of CPU against other tasks", least=1)
-    tasks_max: int | None = _limit(Unit.COUNT, 512, "most processes and threads", least=1)
+        Unit.CPUS, None, "CPU time per time, 100% is one CPU", least=0.01,
+        controller="cpu", instead="nothing",
+    )  # fmt: skip
+    cpu_weight: int | None = _limit(
+        Unit.WEIGHT, None, "share of CPU against other tasks", least=1,
+        controller="cpu", instead="nothing",
+    )  # fmt: skip
+    tasks_max: int | None = _limit(
+        Unit.COUNT, 512, "most processes and threads", least=1,
+        controller="pids", instead="RLIMIT_NPROC of the task's uid",
+    )  # fmt: skip
     io_weight: int | None = _limit(
-        Unit.WEIGHT, None, "share of disk I/O against other tasks", least=1
-    )
+        Unit.WEIGHT, None, "share of disk I/O against other tasks", least=1,
+        controller="io", instead="nothing",
+    )  # fmt: skip
     io_read_bandwidth_max: int | None = _limit(
-        Unit.BYTES, None, "most bytes a second read from the work directory's disk", least=1024
-    )
+        Unit.BYTES, None, "most bytes a second read from the work directory's disk", least=1024,
+        controller="io", instead="nothing",
+    )  # fmt: skip
     io_write_bandwidth_max: int | None = _limit(
-        Unit.BYTES, None, "most bytes a second written to the work directory's disk", least=1024
-    )
+        Unit.BYTES, None, "most bytes a second written to the work directory's disk", least=1024,
+        controller="io", instead="nothing",
+    )  # fmt: skip
     runtime_max: float | None = _limit(
         Unit.SECONDS, 300.0, "longest run, counted from the start", least=0.001
     )
@@ -71,6 +100,7 @@ class Limits:
         "kill",
         "on out of memory: kill the task or continue",
         choices=("kill", "continue"),
+        controller="memory",
     )
     limit_nofile: int | None = _limit(Unit.COUNT, 65536, "most open files per process", least=16)
     # 1 and not 0: with a piped core_pattern 0 still starts the helper (core(5)), 1 stops both.
@@ -92,6 +122,9 @@ class Limits:
             TypeError: a field is unknown.
         """
         return cls(**fields)
+
+
+LIMIT_FIELDS: Final = {field.name: field for field in dataclasses.fields(Limits)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from stockade.platform.cgroup import Group
 from stockade.platform.cgroup_files import IoMax
 from stockade.platform.errors import SyscallError
 from stockade.sandbox.ceiling import Ceiling, cpu_max
-from stockade.sandbox.limits import Ceilings, Limits
+from stockade.sandbox.limits import LIMIT_FIELDS, Ceilings, Limits
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,9 @@ class SlotGroups:
         Raises:
             SyscallError: the kernel refuses a value.
         """
-        for name, (controller, write) in _WRITERS.items():
+        for name, write in _WRITERS.items():
             value = getattr(limits, name)
+            controller = LIMIT_FIELDS[name].metadata["controller"]
             if controller in controllers and value != getattr(current, name):
                 write(self, value)
         if "io" in controllers and self._disk is not None:
@@ -148,22 +149,16 @@ def _set(attribute: str) -> Callable[[SlotGroups, Any], None]:
     return lambda groups, value: setattr(groups.task, attribute, value)
 
 
-# Which limits are files of the task's group, of which controller, and how they are written.
-_WRITERS: Final[dict[str, tuple[str, Callable[[SlotGroups, Any], None]]]] = {
-    "memory_max": ("memory", _set("memory_max")),
-    "memory_high": ("memory", _set("memory_high")),
-    "memory_swap_max": ("memory", SlotGroups._set_swap_max),
-    "oom_policy": (
-        "memory",
-        lambda groups, value: setattr(groups.task, "memory_oom_group", value == "kill"),
-    ),
-    "tasks_max": ("pids", _set("pids_max")),
-    "cpu_quota": ("cpu", lambda groups, value: setattr(groups.task, "cpu_max", cpu_max(value))),
-    "cpu_weight": (
-        "cpu",
-        lambda groups, value: setattr(groups.task, "cpu_weight", value or DEFAULT_WEIGHT),
-    ),
-    "io_weight": ("io", SlotGroups._set_io_weight),
+# How those limits are written that are files of the task's group.
+_WRITERS: Final[dict[str, Callable[[SlotGroups, Any], None]]] = {
+    "memory_max": _set("memory_max"),
+    "memory_high": _set("memory_high"),
+    "memory_swap_max": SlotGroups._set_swap_max,
+    "oom_policy": lambda groups, value: setattr(groups.task, "memory_oom_group", value == "kill"),
+    "tasks_max": _set("pids_max"),
+    "cpu_quota": lambda groups, value: setattr(groups.task, "cpu_max", cpu_max(value)),
+    "cpu_weight": lambda groups, value: setattr(groups.task, "cpu_weight", value or DEFAULT_WEIGHT),
+    "io_weight": SlotGroups._set_io_weight,
 }
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from stockade.sandbox.limits import Limits, Unit
+from stockade.sandbox.limits import LIMIT_FIELDS, Limits, Unit
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.quantities import (
     MAX_SECONDS,
@@ -46,8 +46,6 @@ __all__ = [
 # cgroup v2 (Documentation/admin-guide/cgroup-v2.rst): weights are 1 to 10000 and default to 100.
 MAX_WEIGHT: Final = 10_000
 DEFAULT_WEIGHT: Final = 100
-
-LIMIT_FIELDS: Final = {field.name: field for field in dataclasses.fields(Limits)}
 
 UNLIMITED: Final = Limits(
     **{
