@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stockade.sandbox.limits import Limits
 from stockade.supervisor.config import (
     ENVIRONMENT_PREFIX,
     KEYS,
@@ -229,16 +228,4 @@ def _build(values: Mapping[str, Any]) -> Config:
         section: struct(**{key.name: values[key.dotted] for key in _section_keys(section)})
         for section, struct in SECTIONS.items()
     }
-    limits: Limits = sections["limits"]
-    return Config(
-        worker=sections["worker"],
-        profile=sections["profile"],
-        limits=limits,
-        limits_max=sections["limits.max"],
-        http=sections["http"],
-        grpc=sections["grpc"],
-        report=sections["report"],
-        task_shell=sections["task.shell"],
-        task_http=sections["task.http"],
-        task_container=sections["task.container"],
-    )
+    return Config(**{section.replace(".", "_"): values for section, values in sections.items()})
