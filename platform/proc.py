@@ -142,16 +142,15 @@ def processes_of_uid(uid: int) -> list[int]:
     """Live processes whose real, effective, saved or file-system uid is ``uid``."""
     # The owner of /proc/PID would be cheaper, but is the effective uid alone.
     wanted = b"%d" % uid
-    found = []
-    for pid in _pids():
-        for line in _read(f"/proc/{pid}/status").splitlines():
-            if line.startswith(b"Uid:"):
-                if wanted in line.split()[1:]:
-                    one = process(pid)
-                    if one is not None and one.is_alive:
-                        found.append(pid)
-                break
-    return found
+    with_uid = (pid for pid in _pids() if wanted in _uids(pid))
+    return [pid for pid in with_uid if (one := process(pid)) is not None and one.is_alive]
+
+
+def _uids(pid: int) -> list[bytes]:
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return line.split()[1:]
+    return []
 
 
 def memory_bytes(pids: Iterable[int]) -> int:

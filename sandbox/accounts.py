@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 
 from stockade.platform.errors import SyscallError
@@ -12,19 +13,42 @@ from stockade.sandbox.slot_groups import SlotGroups
 from stockade.sandbox.verdict import Accounts, PeakSource
 from stockade.sandbox.watchdog import Sampler
 
+log = logging.getLogger(__name__)
+
+
+def accounts_of(
+    groups: SlotGroups | None, controllers: frozenset[str], sampler: Sampler | None,
+    before: Hits, survivors: tuple[int, ...],
+) -> Accounts:  # fmt: skip
+    """All that is known of what a task used.
+
+    Args:
+        groups: the slot's, not removed yet; None without a tree.
+        controllers: what its groups have.
+        sampler: what was sampled, where the kernel does not count.
+        before: the ceiling's hits when the task began.
+        survivors: what could not be killed.
+    """
+    if groups is not None:
+        try:
+            return read_accounts(groups, controllers, sampler, before, survivors)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
+            log.warning("the group %s is gone: its accounts are lost", groups.path)
+    peak, source = _sampled_peak(sampler)
+    processes = sampler.processes_peak or None if sampler is not None else None
+    return Accounts(
+        memory_peak_bytes=peak, memory_peak_source=source, processes_peak=processes,
+        survivors=survivors,
+    )  # fmt: skip
+
 
 def read_accounts(
     groups: SlotGroups, controllers: frozenset[str], sampler: Sampler | None,
     before: Hits, survivors: tuple[int, ...],
 ) -> Accounts:  # fmt: skip
-    """All that is counted of the task in ``groups``.
-
-    Args:
-        groups: the slot's, not removed yet.
-        controllers: what its groups have.
-        sampler: what was sampled, where the kernel does not count.
-        before: the ceiling's hits when the task began.
-        survivors: what could not be killed.
+    """All that is counted of the task in ``groups``; arguments as for accounts_of.
 
     Raises:
         SyscallError: ENOENT or ENODEV; the group is gone, and the accounts with it.
@@ -72,10 +96,10 @@ def _peak(
     counted = groups.task.memory_peak if "memory" in controllers else None
     if counted is not None:
         return counted, PeakSource.KERNEL
-    return sampled_peak(sampler)
+    return _sampled_peak(sampler)
 
 
-def sampled_peak(sampler: Sampler | None) -> tuple[int | None, PeakSource | None]:
+def _sampled_peak(sampler: Sampler | None) -> tuple[int | None, PeakSource | None]:
     """The most memory that was seen, if any was."""
     if sampler is None or not sampler.memory_peak_bytes:
         return None, None

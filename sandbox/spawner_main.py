@@ -63,8 +63,7 @@ def _tell_starter(fd: int | None, answer: dict[str, object]) -> None:
         os.close(fd)
 
 
-def main() -> int:
-    """The spawner's program. Ends with 0, or with 1 when it could not be set up."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="stockade-spawner")
     parser.add_argument("settings")
     parser.add_argument("--ready-fd", type=int)
@@ -73,7 +72,12 @@ def main() -> int:
     parser.add_argument("--standby-for", type=int)
     parser.add_argument("--generation", type=int)
     parser.add_argument("--tuning")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The spawner's program. Ends with 0, or with 1 when it could not be set up."""
+    arguments = _arguments()
     if arguments.stderr_fd is not None:
         os.dup2(arguments.stderr_fd, 2)
         os.close(arguments.stderr_fd)

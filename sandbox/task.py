@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import errno
 import logging
 import os
 import select
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from stockade.platform import pidfd, proc
-from stockade.sandbox.accounts import read_accounts, sampled_peak
+from stockade.sandbox.accounts import accounts_of
 from stockade.sandbox.ceiling import Hits
 from stockade.sandbox.kill import InitReach, Reach, ScatteredReach, TreeReach
 from stockade.sandbox.launch_message import SAYS_ENDED, SAYS_STARTED
@@ -358,6 +357,11 @@ class Task:
             profile=self.header.profile, degraded=self._degraded, ceilings=self._ceilings(),
         )  # fmt: skip
 
+    def _accounts(self) -> Accounts:
+        return accounts_of(
+            self.slot.groups, self._controllers, self.sampler, self._ceiling_before, self.survivors
+        )
+
     def _let_go_of_launcher(self) -> None:
         if self.slot.channel is not None:
             self._loop.unwatch(self.slot.channel.fileno())
@@ -375,24 +379,6 @@ class Task:
     def _ceilings(self) -> Ceilings:
         groups = self.slot.groups
         return groups.ceiling.limits if groups is not None else Ceilings()
-
-    def _accounts(self) -> Accounts:
-        if self.slot.groups is not None:
-            try:
-                return read_accounts(
-                    self.slot.groups, self._controllers, self.sampler,
-                    self._ceiling_before, self.survivors,
-                )  # fmt: skip
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENODEV):
-                    raise
-                log.warning("the group of task seq=%d is gone: its accounts are lost", self.seq)
-        peak, source = sampled_peak(self.sampler)
-        processes = self.sampler.processes_peak or None if self.sampler is not None else None
-        return Accounts(
-            memory_peak_bytes=peak, memory_peak_source=source, processes_peak=processes,
-            survivors=self.survivors,
-        )  # fmt: skip
 
     def _timer(self, name: str, delay_s: float, callback: Callable[[], None]) -> None:
         self._stop_timer(name)

@@ -195,21 +195,29 @@ def _follow(spawner: OwnSpawner, streams: Streams) -> Outcome:
         poll.register(read_end, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in watched:
-                streams.copy(descriptor)
-                if descriptor not in streams.copies:
-                    watched.discard(descriptor)
-                    poll.unregister(descriptor)
+            if descriptor not in watched:
+                outcome = _hear(spawner, streams)
+                if outcome is not None:
+                    return outcome
                 continue
-            message = spawner.receive()
-            if isinstance(message, Ended):
-                for read_end in list(streams.copies):
-                    while streams.copy(read_end):
-                        pass
-                spawner.send(Acknowledge(seq=SEQ))
-                return message.outcome
-            if isinstance(message, Unstarted):
-                raise StockadeError("cannot run the command: its launcher was killed first")
+            streams.copy(descriptor)
+            if descriptor not in streams.copies:
+                watched.discard(descriptor)
+                poll.unregister(descriptor)
+
+
+def _hear(spawner: OwnSpawner, streams: Streams) -> Outcome | None:
+    """Takes one message; the outcome, once all that was printed is copied."""
+    message = spawner.receive()
+    if isinstance(message, Unstarted):
+        raise StockadeError("cannot run the command: its launcher was killed first")
+    if not isinstance(message, Ended):
+        return None
+    for read_end in list(streams.copies):
+        while streams.copy(read_end):
+            pass
+    spawner.send(Acknowledge(seq=SEQ))
+    return message.outcome
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from typing import Final
@@ -123,18 +124,15 @@ class TaskApi:
 
     async def _until_ended(self, key: str, wait_s: float) -> Task:
         """The task once it has ended, or as it is after ``wait_s`` seconds."""
-        deadline = asyncio.get_running_loop().time() + wait_s
         task, _ = await self._store.find(key)
-        while not task.ended and not self._changes.closed:
-            try:
-                async with asyncio.timeout_at(deadline):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not task.ended and not self._changes.closed:
                     with self._changes.watch(task.task_id) as changed:
                         task, _ = await self._store.find(key)
                         if not task.ended:
                             await changed.wait()
-            except TimeoutError:
-                break
-            task, _ = await self._store.find(key)
+                    task, _ = await self._store.find(key)
         return task
 
 
