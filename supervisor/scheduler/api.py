@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 from typing import Final
@@ -124,16 +123,22 @@ class TaskApi:
 
     async def _until_ended(self, key: str, wait_s: float) -> Task:
         """The task once it has ended, or as it is after ``wait_s`` seconds."""
-        task, _ = await self._store.find(key)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(wait_s):
-                while not task.ended and not self._changes.closed:
-                    with self._changes.watch(task.task_id) as changed:
-                        task, _ = await self._store.find(key)
-                        if not task.ended:
-                            await changed.wait()
-                    task, _ = await self._store.find(key)
-        return task
+                return await self._ended(key)
+        except TimeoutError:
+            task, _ = await self._store.find(key)
+            return task
+
+    async def _ended(self, key: str) -> Task:
+        while True:
+            task, _ = await self._store.find(key)
+            if task.ended or self._changes.closed:
+                return task
+            with self._changes.watch(task.task_id) as changed:
+                task, _ = await self._store.find(key)
+                if not task.ended:
+                    await changed.wait()
 
 
 def _number(request: web.Request, name: str, default: float, maximum: float) -> float:
