@@ -247,9 +247,3 @@ except SyscallError as error:
     print("refused")
 """)
     assert done.stdout == "refused\n", done.stderr
-
-
-def test_actions_of_the_kernel_are_found_by_asking():
-    assert seccomp.knows(KILL_PROCESS)
-    assert seccomp.knows(fail_with(errno.EPERM))
-    assert not seccomp.knows(Action(0x12340000))
