@@ -21,6 +21,7 @@ RESOLVE_BENEATH: Final = 0x08
 # _IOR(f, 1, long) and _IOW(f, 2, long) of x86-64, arm64 and riscv64; the kernel moves an int.
 FS_IOC_GETFLAGS: Final = 0x80086601
 FS_IOC_SETFLAGS: Final = 0x40086602
+FS_IOC32_SETFLAGS: Final = 0x40046602  # of 32-bit programs
 FS_IMMUTABLE_FL: Final = 0x10
 FS_APPEND_FL: Final = 0x20
 

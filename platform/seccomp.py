@@ -31,6 +31,8 @@ ERRNO_MAX: Final = 4095  # a larger one is cut to this by the kernel
 
 AUDIT_ARCH_X86_64: Final = 0xC000003E
 AUDIT_ARCH_AARCH64: Final = 0xC00000B7
+AUDIT_ARCH_I386: Final = 0x40000003
+AUDIT_ARCH_ARM: Final = 0x40000028
 X32_SYSCALL_BIT: Final = 0x40000000
 INSTRUCTIONS_MAX: Final = 4096  # BPF_MAXINSNS
 
@@ -52,6 +54,7 @@ MASK_64: Final = 0xFFFFFFFFFFFFFFFF
 
 _INSTRUCTION: Final = struct.Struct("=HBBI")  # struct sock_filter
 _ARCHITECTURES: Final = {"x86_64": AUDIT_ARCH_X86_64, "aarch64": AUDIT_ARCH_AARCH64}
+_32_BIT: Final = {"x86_64": AUDIT_ARCH_I386, "aarch64": AUDIT_ARCH_ARM}
 _NO_CALL: Final = 0xFFFFFFFF
 _FAR: Final = 255  # how far a conditional jump reaches
 
@@ -137,6 +140,7 @@ class Policy:
         default: for calls without a rule, and where none of a call's rules holds.
         unknown: for numbers that our tables have no name for, so newer than they are.
         foreign: for calls of other architectures and, on x86-64, of x32, whose numbers mean others.
+            Where it is ALLOW, the rules hold for 32-bit and x32 calls all the same.
     """
 
     rules: tuple[Rule, ...]
@@ -155,13 +159,14 @@ def compile_filter(policy: Policy, machine: str) -> bytes:
         machine: as ``os.uname().machine`` has it.
 
     Raises:
-        ValueError: a rule names a call that no machine has; there is no table for ``machine``; the
-            program is longer than the kernel takes.
+        ValueError: a rule names a call that no machine has, or one that other forms of calls have
+            and we know no number of there; there is no table for ``machine``; the program is longer
+            than the kernel takes.
     """
     if machine not in _ARCHITECTURES:
         raise ValueError(f"cannot compile a filter for {machine}: there is no table of its calls")
     numbers = syscalls.numbers(machine)
-    code = _lead_in(machine, policy.foreign) + _search(_segments(policy, numbers))
+    code = _lead_in(machine, policy) + _search(_segments(policy, numbers))
     if len(code) > INSTRUCTIONS_MAX:
         raise ValueError(
             f"cannot compile a filter of {len(code)} instructions: the limit is {INSTRUCTIONS_MAX}"
@@ -181,37 +186,64 @@ def install(program: bytes) -> None:
     _seccomp(SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(header))
 
 
-def _lead_in(machine: str, foreign: Action) -> _Code:
+def _lead_in(machine: str, policy: Policy) -> _Code:
     """Decides about what is not a native 64-bit call, else goes on with its number loaded."""
+    in_32_bit = [(LOAD_WORD, 0, 0, OFFSET_NUMBER)]
+    in_32_bit += _foreign(policy, syscalls.numbers_32_bit(machine))
+    foreign = [(JUMP_EQUAL, 0, len(in_32_bit), _32_BIT[machine]), *in_32_bit]
+    foreign.append((RETURN, 0, 0, policy.foreign.value))
     code = [
         (LOAD_WORD, 0, 0, OFFSET_ARCHITECTURE),
-        (JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-        (RETURN, 0, 0, foreign.value),
+        (JUMP_EQUAL, len(foreign), 0, _ARCHITECTURES[machine]),
+        *foreign,
         (LOAD_WORD, 0, 0, OFFSET_NUMBER),
     ]
     if machine == "x86_64":
+        x32 = _foreign(policy, syscalls.numbers_x32(), X32_SYSCALL_BIT)
         # -1 is no x32 call: programs and tracers use it for "no call at all".
         code += [
-            (JUMP_SET, 0, 2, X32_SYSCALL_BIT),
-            (JUMP_EQUAL, 1, 0, _NO_CALL),
-            (RETURN, 0, 0, foreign.value),
+            (JUMP_SET, 0, 1 + len(x32), X32_SYSCALL_BIT),
+            (JUMP_EQUAL, len(x32), 0, _NO_CALL),
+            *x32,
         ]
     return code
 
 
-def _segments(policy: Policy, numbers: Mapping[str, int]) -> list[tuple[int, _Code]]:
-    """All numbers from 0, cut where the code for them changes: (first number, code)."""
-    rules: dict[str, list[Rule]] = {}
-    known_anywhere = {name for machine in syscalls.MACHINES for name in syscalls.numbers(machine)}
+def _foreign(policy: Policy, numbers: Mapping[str, tuple[int, ...]], bit: int = 0) -> _Code:
+    """Decides about a loaded number of another form of calls; ``bit`` is set in all of them."""
+    code: _Code = []
+    if policy.foreign == ALLOW:
+        for name, rules in _rules_by_call(policy).items():
+            if name not in numbers:
+                raise ValueError(
+                    f"cannot make a rule for {name!r} where foreign calls are allowed: its number "
+                    "there is not known"
+                )
+            body = _decide(rules, policy.foreign)
+            for number in numbers[name]:
+                code += [(JUMP_EQUAL, 0, len(body), number | bit), *body]
+    return [*code, (RETURN, 0, 0, policy.foreign.value)]
+
+
+def _rules_by_call(policy: Policy) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
     for rule in policy.rules:
-        if rule.call not in known_anywhere:
-            raise ValueError(f"cannot make a rule for {rule.call!r}: no such system call")
-        of_call = rules.setdefault(rule.call, [])
+        of_call = found.setdefault(rule.call, [])
         if of_call and not of_call[-1].arguments:
             raise ValueError(
                 f"a rule for {rule.call} is never reached: the one before always holds"
             )
         of_call.append(rule)
+    return found
+
+
+def _segments(policy: Policy, numbers: Mapping[str, int]) -> list[tuple[int, _Code]]:
+    """All numbers from 0, cut where the code for them changes: (first number, code)."""
+    rules = _rules_by_call(policy)
+    known_anywhere = {name for machine in syscalls.MACHINES for name in syscalls.numbers(machine)}
+    for name in rules:
+        if name not in known_anywhere:
+            raise ValueError(f"cannot make a rule for {name!r}: no such system call")
     names = {number: name for name, number in numbers.items()}
     unknown: _Code = [(RETURN, 0, 0, policy.unknown.value)]
     segments: list[tuple[int, _Code]] = []

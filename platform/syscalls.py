@@ -94,6 +94,12 @@ open_tree_attr file_getattr file_setattr
 
 _TABLES: Final = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
+# Of calls that are also made in other forms than the native 64-bit one.
+_I386: Final = {"ioctl": (54,), "ptrace": (26,)}
+_ARM: Final = {"ioctl": (54,), "ptrace": (26,)}
+# The native numbers too: before Linux 5.8 they lead to the native calls there.
+_X32: Final = {"ioctl": (514, 16), "ptrace": (521, 101)}
+
 MACHINES: Final = frozenset(_TABLES)
 
 
@@ -115,3 +121,23 @@ def numbers(machine: str) -> dict[str, int]:
             found[word] = number
             number += 1
     return found
+
+
+def numbers_32_bit(machine: str) -> dict[str, tuple[int, ...]]:
+    """The same for 32-bit programs (i386, ARM), of some calls only.
+
+    Raises:
+        KeyError: there is no table for it.
+    """
+    return _with_common({"x86_64": _I386, "aarch64": _ARM}[machine])
+
+
+def numbers_x32() -> dict[str, tuple[int, ...]]:
+    """The same for x32 on x86-64, without the bit that marks its calls."""
+    return _with_common(_X32)
+
+
+def _with_common(found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    native = numbers("x86_64")
+    common = (word for word in _COMMON.split() if not word.isdecimal())
+    return {name: (native[name],) for name in common} | found

@@ -1,6 +1,6 @@
 """What the profiles forbid by system call, and why.
 
-``process`` and ``private`` forbid one thing, see ``basic``. The rest is about ``sealed``.
+``process`` and ``private`` forbid two things, see ``basic``. The rest is about ``sealed``.
 
 Everything is allowed but what is listed: a task runs any program, and what programs call is not
 known beforehand. Listed is what lets a task reach past its namespaces or its uid, change the host,
@@ -19,6 +19,8 @@ import errno
 import socket
 from typing import Final
 
+from stockade.platform.files import FS_IOC32_SETFLAGS, FS_IOC_SETFLAGS
+from stockade.platform.quota import FS_IOC_FSSETXATTR
 from stockade.platform.seccomp import (
     ALLOW,
     MASK_32,
@@ -85,6 +87,9 @@ SOCK_TYPE_MASK: Final = 0xF
 SOCK_RAW: Final = 3
 SOCK_PACKET: Final = 10  # with AF_INET the kernel takes it for AF_PACKET
 
+# Either takes files out of their project, and so out of the quota of the work directory.
+ATTRIBUTES: Final = (FS_IOC_FSSETXATTR, FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS)
+
 SOCKET_FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 
@@ -122,6 +127,7 @@ def _strict(before: tuple[Rule, ...]) -> Policy:
         Rule("unshare", _DENY, (_int(0, Is.NOT_EQUAL, 0, CLONE_NEW | CLONE_NEWTIME),)),
         Rule("ioctl", _DENY, (_int(1, Is.EQUAL, TIOCSTI),)),
         Rule("ioctl", _DENY, (_int(1, Is.EQUAL, TIOCLINUX),)),
+        *_attributes(),
         # Other personalities weaken the layout of memory or pretend to be another kernel.
         Rule("personality", ALLOW, (_int(0, Is.EQUAL, 0),)),
         Rule("personality", ALLOW, (_int(0, Is.EQUAL, PERSONALITY_QUERY),)),
@@ -143,6 +149,11 @@ def filter_of(profile: Profile, machine: str) -> bytes:
         ValueError: there is no table of the machine's system calls.
     """
     return compile_filter(sealed() if profile is Profile.SEALED else basic(), machine)
+
+
+def _attributes() -> list[Rule]:
+    rules = [Rule("ioctl", _DENY, (_int(1, Is.EQUAL, command),)) for command in ATTRIBUTES]
+    return [*rules, Rule("file_setattr", _DENY)]
 
 
 def _sockets() -> list[Rule]:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from stockade.platform import _libc, clone, files, prctl, sockdiag, sockets
+from stockade.platform import _libc, clone, files, prctl, quota, sockdiag, sockets
 
 HEADERS = (
     "linux/sched.h",
@@ -15,6 +15,7 @@ HEADERS = (
     "linux/fs.h",
     "linux/capability.h",
     "linux/kcmp.h",
+    "linux/quota.h",
     "linux/sock_diag.h",
     "linux/inet_diag.h",
     "linux/netlink.h",
@@ -34,7 +35,12 @@ def ours() -> dict[str, int]:
     table |= {
         name: getattr(files, name)
         for name in vars(files)
-        if name.startswith(("RESOLVE_", "FS_IOC_", "FS_IMMUTABLE", "FS_APPEND"))
+        if name.startswith(("RESOLVE_", "FS_IOC", "FS_IMMUTABLE", "FS_APPEND"))
+    }
+    table |= {
+        name: getattr(quota, name)
+        for name in vars(quota)
+        if name.startswith(("FS_", "Q_", "QIF_", "PRJQUOTA"))
     }
     table |= {capability.name: capability.value for capability in prctl.Capability}
     table |= {
@@ -46,6 +52,10 @@ def ours() -> dict[str, int]:
         "SYS_openat2": _libc.SYS_OPENAT2,
         "SYS_kcmp": _libc.SYS_KCMP,
         "KCMP_VM": _libc.KCMP_VM,
+        "SYS_quotactl_fd": quota.SYS_QUOTACTL_FD,
+        "sizeof(struct if_dqblk)": ctypes.sizeof(quota.DiskQuota),
+        "offsetof(struct if_dqblk, dqb_curinodes)": quota.DiskQuota.dqb_curinodes.offset,
+        "sizeof(struct fsxattr)": quota.FSXATTR.size,
         "NETLINK_SOCK_DIAG": sockdiag.NETLINK_SOCK_DIAG,
         "SOCK_DIAG_BY_FAMILY": sockdiag.SOCK_DIAG_BY_FAMILY,
         "NLM_F_REQUEST": sockdiag.NLM_F_REQUEST,
