@@ -95,10 +95,10 @@ open_tree_attr file_getattr file_setattr
 _TABLES: Final = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 # Of calls that are also made in other forms than the native 64-bit one.
-_I386: Final = {"ioctl": (54,), "ptrace": (26,)}
-_ARM: Final = {"ioctl": (54,), "ptrace": (26,)}
+_I386: Final[dict[str, tuple[int, ...]]] = {"ioctl": (54,), "ptrace": (26,)}
+_ARM: Final[dict[str, tuple[int, ...]]] = {"ioctl": (54,), "ptrace": (26,)}
 # The native numbers too: before Linux 5.8 they lead to the native calls there.
-_X32: Final = {"ioctl": (514, 16), "ptrace": (521, 101)}
+_X32: Final[dict[str, tuple[int, ...]]] = {"ioctl": (514, 16), "ptrace": (521, 101)}
 
 MACHINES: Final = frozenset(_TABLES)
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from stockade.platform import devices
-from stockade.platform.errors import SyscallError
-from stockade.sandbox import confinement_probe
+from stockade.sandbox import confinement_probe, quota_probe
 from stockade.sandbox.delegation import CONTROLLERS, Delegation, find_delegation
 from stockade.sandbox.limits import LIMIT_FIELDS, Ceilings, Limits
 from stockade.sandbox.profiles import WHOLE_VIEW, Feature, Profile, View, needs
-from stockade.sandbox.work_directory import fits_in_memory, wants_quota
+from stockade.sandbox.work_directory import wants_project, wants_quota
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +32,8 @@ class HostCapabilities:
         cgroup_kill: the kernel has cgroup.kill (5.14).
         obstacles: why a feature of a profile cannot be used, by feature; one that can is not in it.
         disk: MAJOR:MINOR of the work directories' disk; None when it cannot be told.
+        project_quota: why the work directories can have no project quota, and what mends it; None
+            when they can.
     """
 
     root: bool
@@ -46,6 +47,11 @@ class HostCapabilities:
     cgroup_kill: bool
     obstacles: Mapping[Feature, str]
     disk: str | None
+    # What a worker takes over from one of an older version has it not.
+    project_quota: tuple[str, str] | None = (
+        "it was not looked for when the worker was started",
+        "restart the worker",
+    )
 
     @property
     def available(self) -> frozenset[Feature]:
@@ -93,8 +99,9 @@ def probe(directory: str = "/", delegation: Delegation | None = None) -> HostCap
         # Without it the tree is not used at all.
         controllers = frozenset()
         lacks = dict.fromkeys(CONTROLLERS, (_NO_KILL, _KILL))
+    root, directory = os.geteuid() == 0, _existing(directory)
     return HostCapabilities(
-        root=os.geteuid() == 0,
+        root=root,
         kernel=platform.release(),
         cgroup_parent=None if delegation.parent is None else str(delegation.parent),
         cgroup_scope=delegation.manager is not None,
@@ -104,19 +111,15 @@ def probe(directory: str = "/", delegation: Delegation | None = None) -> HostCap
         lacks=lacks,
         cgroup_kill=delegation.has_kill,
         obstacles=confinement_probe.obstacles(),
-        disk=_disk_of(directory),
+        disk=devices.disk_of(directory),
+        project_quota=quota_probe.obstacle(directory) if root else (_ONLY_ROOT, _AS_ROOT),
     )
 
 
-def _disk_of(directory: str) -> str | None:
-    while True:
-        try:
-            return devices.disk_of(directory)
-        except SyscallError:
-            above = os.path.dirname(directory)
-            if above == directory:
-                raise
-            directory = above
+def _existing(directory: str) -> str:
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(directory) or "."
+    return directory
 
 
 _NO_KILL: Final = "the kernel has no cgroup.kill (5.14)"
@@ -128,6 +131,7 @@ _DISK: Final = (
 
 # Of what a profile needs: what is done without it, and what mends that, as root and as a user.
 _AS_ROOT: Final = "start the worker as root"
+_ONLY_ROOT: Final = "only root can set one"
 _PRIVILEGED: Final = (
     "let root mount and make namespaces: outside of a container, or in one with CAP_SYS_ADMIN, "
     "CAP_SYS_CHROOT and CAP_NET_ADMIN and without a filter on those calls"
@@ -199,12 +203,19 @@ def _why(feature: Feature, host: HostCapabilities) -> str:
 
 
 def _missing_quota(limits: Limits, host: HostCapabilities) -> list[Missing]:
-    if not host.root or Feature.NAMESPACES in host.obstacles:
+    if wants_project(limits):
+        if host.project_quota is not None:
+            why, mend = host.project_quota
+            why = f"more than half of memory_max takes a project quota: {why}"
+        elif Feature.SECCOMP in host.obstacles:
+            why = "without seccomp a task can leave its project, and the quota with it"
+            mend = _BY_FEATURE[Feature.SECCOMP][1]
+        else:
+            return []
+        mend = f"lower workdir_max, or raise memory_max, or {mend}"
+    elif not host.root or Feature.NAMESPACES in host.obstacles:
         why = host.obstacles.get(Feature.NAMESPACES) or "only root can mount a tmpfs for each task"
         mend = _PRIVILEGED if host.root else _AS_ROOT
-    elif not fits_in_memory(limits):
-        why = "the quota is a tmpfs, which counts as memory: more than half of memory_max"
-        mend = "lower workdir_max, or raise memory_max"
     else:
         return []
     return [Missing("workdir_max", why, "limit_fsize bounds single files", mend)]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from stockade.platform import clone
-from stockade.sandbox import cleanup
+from stockade.sandbox import cleanup, project_quota, uids
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
 from stockade.sandbox.slot_groups import SlotGroups
@@ -62,7 +62,8 @@ class Cleaner:
     ) -> None:
         """Begins the clean-up of a slot of which nothing lives; returns at once."""
         self.busy.add(name)
-        self._remove_groups(_Job(name, groups, uid, uid_lock), _GROUP_TRIES)
+        project = project_quota.project_of(self._places.work, name)
+        self._remove_groups(_Job(name, groups, uid, uid_lock, project), _GROUP_TRIES)
 
     def put_aside(self, name: str) -> None:
         """A slot of which something is left for good: its uid is not used again, and it is shown.
@@ -141,8 +142,25 @@ class Cleaner:
 
     def _done(self, job: _Job) -> None:
         self.busy.discard(job.name)
+        if job.project is not None and self._uids is not None:
+            self._lift_quota(job.project, job.uid_lock)
         if job.uid is not None and self._uids is not None:
             self._uids.give_back(job.uid, job.uid_lock)
+
+    def _lift_quota(self, project: int, uid_lock: int | None) -> None:
+        """Of a project that its slot does not need any more."""
+        # Of a slot that an earlier spawner made the uid may be in use again, its new quota with it.
+        lock = uids.lock(project) if uid_lock is None else None
+        if lock is None and uid_lock is None:
+            return
+        try:
+            project_quota.lift(self._places.work, project)
+        except OSError as error:
+            # Nothing is held up by it: whoever gets the uid next sets limits anew.
+            log.error("cannot lift the quota of project %d: %s", project, error)
+        finally:
+            if lock is not None:
+                uids.unlock(project, lock)
 
     def _give_up(self, job: _Job, why: str) -> None:
         self.busy.discard(job.name)
@@ -156,6 +174,7 @@ class _Job:
     groups: SlotGroups | None
     uid: int | None
     uid_lock: int | None
+    project: int | None
     as_root: bool = False
 
 

@@ -20,7 +20,7 @@ from stockade.sandbox.limits import Limits
 from stockade.sandbox.profiles import Feature, Profile, View, needs
 from stockade.sandbox.steps import SlotStep, Step
 from stockade.sandbox.system_steps import TASK_DIRECTORY
-from stockade.sandbox.work_directory import temporary_bytes
+from stockade.sandbox.work_directory import temporary_bytes, wants_tmpfs
 
 # Hidden whatever the configuration says; it can show parts of them.
 HIDDEN: Final = ("/home", "/root", "/sys/fs/cgroup")
@@ -96,6 +96,8 @@ def same_files(profile: Profile, wanted: Limits, made: Limits) -> bool:
     """
     quotas = (made.workdir_max, made.workdir_inodes_max)
     if quotas != (wanted.workdir_max, wanted.workdir_inodes_max):
+        return False
+    if wants_tmpfs(made) != wants_tmpfs(wanted):
         return False
     by_memory = profile is not Profile.PROCESS or made.workdir_inodes_max is not None
     return not by_memory or made.memory_max == wanted.memory_max

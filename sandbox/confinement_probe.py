@@ -45,7 +45,7 @@ def obstacles() -> dict[Feature, str]:
         return found | ({Feature.SECCOMP: why} if (why := _seccomp()) else {})
     found = {
         Feature.CGROUP_NAMESPACE: _cgroup_namespace(),
-        Feature.PRIVATE_NETWORK: _attempt(clone.CLONE_NEWNET | _user(), net.bring_up),
+        Feature.PRIVATE_NETWORK: attempt(clone.CLONE_NEWNET | _user(), net.bring_up),
         Feature.SECCOMP: _seccomp(),
         Feature.LANDLOCK: _landlock(),
     }
@@ -102,7 +102,7 @@ def _try_slot(zygote: Zygote, plan: Confinement, *, as_root: bool) -> str:
 def _cgroup_namespace() -> str:
     if os.geteuid() != 0:
         return "a user can make one only before the task is in its group, which old kernels refuse"
-    return _attempt(0, lambda: namespaces.unshare(clone.CLONE_NEWCGROUP))
+    return attempt(0, lambda: namespaces.unshare(clone.CLONE_NEWCGROUP))
 
 
 def _seccomp() -> str:
@@ -115,7 +115,7 @@ def _seccomp() -> str:
         prctl.set_no_new_privs()
         seccomp.install(filter_program)
 
-    return _attempt(0, install)
+    return attempt(0, install)
 
 
 def _landlock() -> str:
@@ -127,8 +127,8 @@ def _landlock() -> str:
     return f"Landlock has ABI {abi} here; renames need {landlock_policy.MINIMUM_ABI} (Linux 5.19)"
 
 
-def _attempt(flags: int, body: Callable[[], None]) -> str:
-    """Does ``body`` in a child in new namespaces; why it failed, or nothing."""
+def attempt(flags: int, body: Callable[[], None]) -> str:
+    """Does ``body`` in a child, in new namespaces by ``flags``; why it failed, or nothing."""
     report, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         try:

@@ -33,7 +33,7 @@ from stockade.sandbox.settings import SpawnerSettings
 from stockade.sandbox.slot import Making
 from stockade.sandbox.system_steps import TASK_DIRECTORY
 from stockade.sandbox.uids import RESERVED
-from stockade.sandbox.work_directory import quota_options, wants_quota
+from stockade.sandbox.work_directory import quota_options, wants_project, wants_quota
 from stockade.sandbox.zygote import resolv_conf_in_run
 
 # Stands for the name that the slot gets.
@@ -159,6 +159,10 @@ def _work(limits: Limits, confinement: Confinement, host: HostCapabilities, plac
     where = f"seen by the task as {TASK_DIRECTORY if confinement.has_own_files else place}"
     if not wants_quota(limits):
         return f"on disk, without a quota; {where}"
+    if wants_project(limits):
+        files = limits.workdir_inodes_max
+        most = f"{limits.workdir_max} bytes" + ("" if files is None else f" and {files} files")
+        return f"on disk, with a project quota of {most}, project UID; {where}"
     options = quota_options(limits, None)
     text = ",".join(f"{key}={value}" for key, value in options.items())
     return f"a tmpfs, {text}{',uid=UID,gid=UID' if host.root else ''}; {where}"

@@ -98,12 +98,14 @@ def basic() -> Policy:
 
     Its launcher is out of its reach anyway; this keeps tasks apart that share a uid (no root), and
     a program that was taken over from the ones beside it in its task. A debugger that starts its
-    program itself works, as do 32-bit programs.
+    program itself works. Nor does a task change attributes of files (chattr), see ATTRIBUTES. All
+    of it holds for 32-bit programs too, which work.
     """
-    rules = tuple(
+    attach = (
         Rule("ptrace", _DENY, (_int(0, Is.EQUAL, request),))
         for request in (PTRACE_ATTACH, PTRACE_SEIZE)
     )
+    rules = (*attach, *_attributes())
     return Policy(rules, default=ALLOW, unknown=ALLOW, foreign=ALLOW)
 
 

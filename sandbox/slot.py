@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from stockade.platform import files, pidfd, proc
+from stockade.sandbox import project_quota
 from stockade.sandbox.confiner import Confiner, Plan
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.launch_message import GO, LaunchMessage, encode
@@ -29,7 +30,8 @@ from stockade.sandbox.work_directory import (
     WorkDirectory,
     open_work_directory,
     unmount_work_directory,
-    wants_quota,
+    wants_project,
+    wants_tmpfs,
 )
 
 
@@ -133,8 +135,10 @@ class SlotMaker:
                     undo.callback(self._uids.give_back_unused, uid, lock)
                 step = Making.WORK
                 path = self._places.work_directory(name)
-                if wants_quota(files_limits):
+                if wants_tmpfs(files_limits):
                     undo.callback(unmount_work_directory, path)
+                elif wants_project(files_limits) and uid is not None:
+                    undo.callback(project_quota.lift, self._places.work, uid)
                 work = open_work_directory(
                     self._places.work, self._places.work_path, name, files_limits, uid,
                     detached=plan.confinement.has_own_files and self._uids is not None,

@@ -21,6 +21,37 @@ LOCKS: Final = Path("/run/stockade/uids")
 RESERVED: Final = 1
 
 
+def make_lock_file(path: Path = LOCKS) -> None:
+    """Makes it where it is not there yet; nothing removes it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    os.close(os.open(path, flags, 0o600))
+
+
+def lock(uid: int, path: Path = LOCKS) -> int | None:
+    """The descriptor that locks the uid for as long as it or a copy is open; None: it is locked.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    # An open file description for each lock: its copy in the launcher keeps it.
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if locks.lock_byte(fd, uid):
+        return fd
+    os.close(fd)
+    return None
+
+
+def unlock(uid: int, lock_fd: int) -> None:
+    """Gives the uid up, whoever holds copies of the descriptor, and closes it."""
+    locks.unlock_byte(lock_fd, uid)
+    os.close(lock_fd)
+
+
 class UidPool:
     """Hands out uids of the range in turn; a uid is locked while anything holds it.
 
@@ -51,9 +82,7 @@ class UidPool:
         # Takes note of who died with a uid, before one is looked for.
         self.before_take: Callable[[], None] = lambda: None
         self._free = collections.deque(range(first + RESERVED, last + 1))
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        os.close(os.open(path, flags, 0o600))
+        make_lock_file(path)
         self._path = path
 
     def take(self) -> tuple[int, int]:
@@ -69,21 +98,13 @@ class UidPool:
             self.on_exhausted()
         for _ in range(len(self._free)):
             uid = self._free.popleft()
-            lock_fd = self._lock(uid)
+            lock_fd = lock(uid, self._path)
             if lock_fd is not None:
                 return uid, lock_fd
             self._free.append(uid)
         raise SandboxSetupError(
             "give the task a uid", "all uids of the range are in use: widen uid_min to uid_max"
         )
-
-    def _lock(self, uid: int) -> int | None:
-        # An open file description for each lock: its copy in the launcher keeps it.
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if locks.lock_byte(fd, uid):
-            return fd
-        os.close(fd)
-        return None
 
     def adopt(self, uid: int) -> None:
         """Takes a uid that a task of an earlier spawner has."""
@@ -99,8 +120,7 @@ class UidPool:
 
     def give_back_unused(self, uid: int, lock_fd: int) -> None:
         """No task ever had it."""
-        locks.unlock_byte(lock_fd, uid)
-        os.close(lock_fd)
+        unlock(uid, lock_fd)
         self._free.append(uid)
 
     def begin_sweep(self) -> tuple[int, ...]:
@@ -114,7 +134,6 @@ class UidPool:
             if uid in spoiled:
                 continue
             if lock_fd is not None:
-                locks.unlock_byte(lock_fd, uid)
-                os.close(lock_fd)
+                unlock(uid, lock_fd)
             self._free.append(uid)
         self._swept = {}

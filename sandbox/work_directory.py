@@ -1,4 +1,7 @@
-"""A slot's work directory: on disk, or, when its size is limited, a tmpfs of that size."""
+"""A slot's work directory: on disk, or, when its size is limited, a tmpfs of that size.
+
+A size that would not fit in the task's memory is a project quota on the disk instead.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Final
 from stockade.platform import mounts
 from stockade.platform.errors import SyscallError
 from stockade.platform.mounts import MOUNT_ATTR_NODEV, MOUNT_ATTR_NOSUID
+from stockade.sandbox import project_quota
 from stockade.sandbox.limits import Limits
 
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,6 +43,16 @@ def tmpfs_options(
 def wants_quota(limits: Limits) -> bool:
     """Whether the work directory is limited."""
     return limits.workdir_max is not None or limits.workdir_inodes_max is not None
+
+
+def wants_tmpfs(limits: Limits) -> bool:
+    """Whether the work directory is a tmpfs."""
+    return wants_quota(limits) and fits_in_memory(limits)
+
+
+def wants_project(limits: Limits) -> bool:
+    """Whether the work directory has a project quota."""
+    return wants_quota(limits) and not fits_in_memory(limits)
 
 
 def quota_options(limits: Limits, uid: int | None) -> dict[str, str | None]:
@@ -79,7 +93,7 @@ class WorkDirectory:
 def open_work_directory(
     parent_fd: int, parent_path: str, name: str, limits: Limits, uid: int | None, *, detached: bool
 ) -> WorkDirectory:
-    """Opens a directory that was just made, puts a tmpfs on it where the limits ask for one.
+    """Opens a directory that was just made, and limits it where the limits ask for that.
 
     Args:
         parent_fd: the directory that it is in.
@@ -97,7 +111,7 @@ def open_work_directory(
     work = WorkDirectory(os.open(name, _OPEN, dir_fd=parent_fd))
     with contextlib.ExitStack() as undo:
         undo.callback(work.close)
-        if wants_quota(limits):
+        if wants_tmpfs(limits):
             tmpfs = mounts.new_file_system("tmpfs", quota_options(limits, uid), _ATTRIBUTES)
             os.close(work.fd)
             work.fd = tmpfs
@@ -106,6 +120,9 @@ def open_work_directory(
             else:
                 mounts.attach(tmpfs, os.path.join(parent_path, name))
         else:
+            if wants_project(limits):
+                assert uid is not None, "as an ordinary user no quota can be held"
+                project_quota.set_up(work.fd, uid, limits)
             if uid is not None:
                 os.fchown(work.fd, uid, uid)
             if detached:

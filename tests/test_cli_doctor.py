@@ -81,6 +81,7 @@ def test_host_that_has_everything_is_told_nothing_missing(
     text = shown(
         BARE, capsys, root=True, cgroup_parent="/sys/fs/cgroup", cgroup_reason="",
         controllers=frozenset(CONTROLLERS), lacks={}, disk="8:0", cgroup_kill=True, obstacles={},
+        project_quota=None,
     )  # fmt: skip
     assert "missing" not in text
     assert " no" not in text

@@ -112,6 +112,8 @@ def _print(host: HostCapabilities, missing: Mapping[Profile, Sequence[Missing]])
     for line in _cgroups(host):
         print(line)
 
+    _print_quotas(host)
+
     lacking = {entry.feature: entry for entries in missing.values() for entry in entries}
     print("\nlimits, in every profile")
     _print_list("yes", [name for name in _limits() if name not in lacking])
@@ -141,6 +143,17 @@ def _cgroups(host: HostCapabilities) -> Iterator[str]:
         yield "  to mend: boot with psi=1"
     else:
         yield "pressure (PSI): counted"
+
+
+def _print_quotas(host: HostCapabilities) -> None:
+    """What holds a work directory that would not fit in its task's memory."""
+    if host.project_quota is None:
+        print("workdir_max above half of memory_max: by project quota")
+        return
+    why, mend = host.project_quota
+    print("workdir_max above half of memory_max: not held")
+    _print_indented("", why)
+    _print_indented("to mend: ", mend)
 
 
 def _limits() -> list[str]:
