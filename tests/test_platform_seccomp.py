@@ -29,8 +29,6 @@ ARCHITECTURES = {
     "x86_64": seccomp.AUDIT_ARCH_X86_64,
     "aarch64": seccomp.AUDIT_ARCH_AARCH64,
 }
-AUDIT_ARCH_I386 = 0x40000003
-AUDIT_ARCH_ARM = 0x40000028
 
 needs_table = pytest.mark.skipif(
     MACHINE not in syscalls.MACHINES, reason=f"no table of system calls for {MACHINE}"
@@ -118,7 +116,8 @@ def test_program_decides_as_the_policy_reads(machine, seed):
 @pytest.mark.parametrize("machine", sorted(syscalls.MACHINES))
 def test_foreign_architectures_are_killed_whatever_the_number(machine):
     program = compile_filter(Policy((), ALLOW, ALLOW), machine)
-    foreign = {*ARCHITECTURES.values(), AUDIT_ARCH_I386, AUDIT_ARCH_ARM} - {ARCHITECTURES[machine]}
+    foreign = {*ARCHITECTURES.values(), seccomp.AUDIT_ARCH_I386, seccomp.AUDIT_ARCH_ARM}
+    foreign.remove(ARCHITECTURES[machine])
     for architecture in foreign:
         for number in (0, 20, 59, 450):
             assert run_bpf(program, architecture, number)[0] == seccomp.SECCOMP_RET_KILL_PROCESS
@@ -132,6 +131,46 @@ def test_x32_calls_are_killed_and_no_call_at_all_is_not():
         assert killed == seccomp.SECCOMP_RET_KILL_PROCESS
     assert run_bpf(program, native, -1)[0] == fail_with(errno.ENOSYS).value
     assert run_bpf(program, native, 0)[0] == seccomp.SECCOMP_RET_ALLOW
+
+
+# ioctl and file_setattr in each form of calls that is not the native one.
+FOREIGN = [
+    ("x86_64", seccomp.AUDIT_ARCH_I386, 54, 469),
+    ("x86_64", seccomp.AUDIT_ARCH_X86_64, 514 | seccomp.X32_SYSCALL_BIT,
+     469 | seccomp.X32_SYSCALL_BIT),
+    # Old kernels take the native number too.
+    ("x86_64", seccomp.AUDIT_ARCH_X86_64, 16 | seccomp.X32_SYSCALL_BIT,
+     469 | seccomp.X32_SYSCALL_BIT),
+    ("aarch64", seccomp.AUDIT_ARCH_ARM, 54, 469),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "architecture", "ioctl", "file_setattr"), FOREIGN)
+def test_rules_hold_for_foreign_calls_where_these_are_allowed(
+    machine, architecture, ioctl, file_setattr
+):
+    deny = fail_with(errno.EPERM)
+    rules = (
+        Rule("ioctl", deny, (Argument(1, Is.EQUAL, 7, seccomp.MASK_32),)),
+        Rule("ioctl", deny, (Argument(1, Is.EQUAL, 8, seccomp.MASK_32),)),
+        Rule("file_setattr", deny),
+    )
+    program = compile_filter(Policy(rules, ALLOW, ALLOW, foreign=ALLOW), machine)
+
+    def answer(number, *arguments):
+        return run_bpf(program, architecture, number, arguments)[0]
+
+    assert [answer(ioctl, 0, value) for value in (6, 7, 8)] == [
+        ALLOW.value, deny.value, deny.value,
+    ]  # fmt: skip
+    assert answer(file_setattr) == deny.value
+    assert answer(file_setattr - 1) == ALLOW.value
+
+
+def test_rule_that_foreign_calls_would_pass_by_is_refused():
+    policy = Policy((Rule("mount", fail_with(errno.EPERM)),), ALLOW, ALLOW, foreign=ALLOW)
+    with pytest.raises(ValueError, match="'mount' where foreign calls are allowed"):
+        compile_filter(policy, "x86_64")
 
 
 @pytest.mark.parametrize("machine", sorted(syscalls.MACHINES))

@@ -35,7 +35,8 @@ def numbers_of_header(text: str) -> dict[str, int]:
         check=True,
         timeout=60,
     )
-    values = dict(re.findall(r"^#define (__NR\w+) (\w+)$", done.stdout, re.MULTILINE))
+    form = r"^#define (__NR\w+) (?:\(__X32_SYSCALL_BIT \+ )?(\w+)\)?$"
+    values = dict(re.findall(form, done.stdout, re.MULTILINE))
     found = {}
     for macro, value in values.items():
         name = macro.removeprefix("__NR_")
@@ -60,6 +61,22 @@ def test_numbers_are_those_of_the_kernel_headers(machine):
     not_in_header = {name for name in ours if name not in theirs}
     newer = {name for name in not_in_header if ours[name] > newest}
     assert not_in_header - newer <= {"uretprobe", "uprobe"}  # x86's own, Linux 6.11 and 6.18
+
+
+@pytest.mark.parametrize(
+    ("header", "ours"),
+    [
+        ("asm/unistd_32.h", syscalls.numbers_32_bit("x86_64")),
+        ("asm/unistd_x32.h", syscalls.numbers_x32()),
+    ],
+)
+def test_numbers_of_other_forms_are_those_of_the_kernel_headers(header, ours):
+    if shutil.which("gcc") is None or os.uname().machine != "x86_64":
+        pytest.skip("needs a C compiler and the headers of x86")
+    theirs = numbers_of_header(f"#include <{header}>\n")
+    common = theirs.keys() & ours.keys()
+    assert {"ioctl", "ptrace", "quotactl_fd"} <= common
+    assert {name: ours[name][0] for name in common} == {name: theirs[name] for name in common}
 
 
 @pytest.mark.parametrize("machine", sorted(syscalls.MACHINES))

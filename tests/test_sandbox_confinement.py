@@ -115,3 +115,14 @@ def test_ready_slot_serves_what_asks_for_the_same_file_systems(
     profile: Profile, wanted: Limits, fits: bool
 ) -> None:
     assert same_files(profile, wanted, Limits()) is fits
+
+
+@pytest.mark.parametrize("memory_max", [64 * MIB, 80 * MIB, 96 * MIB, None])
+def test_slot_with_a_project_quota_does_not_serve_what_asks_for_a_tmpfs(
+    memory_max: int | None,
+) -> None:
+    made = Limits(memory_max=64 * MIB, workdir_max=48 * MIB)
+    wanted = Limits(memory_max=memory_max, workdir_max=48 * MIB)
+    in_memory = memory_max is None or memory_max >= 96 * MIB
+    assert same_files(Profile.PROCESS, wanted, made) is not in_memory
+    assert same_files(Profile.PROCESS, made, wanted) is not in_memory

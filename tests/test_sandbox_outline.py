@@ -31,6 +31,7 @@ RICH = HostCapabilities(
     cgroup_kill=True,
     obstacles={},
     disk="8:0",
+    project_quota=None,
 )
 USER = dataclasses.replace(
     RICH,
@@ -157,6 +158,18 @@ def test_limited_work_directory_is_told_with_its_size() -> None:
     (line,) = details(steps(Profile.PRIVATE, limits, RICH), "open the work directory")
     assert line.startswith(f"a tmpfs, mode=0700,size={10 * MIB},nr_inodes=100,uid=UID")
     assert line.endswith("as /run/task")
+
+
+def test_work_directory_above_half_of_memory_is_told_with_its_project_quota() -> None:
+    limits = Limits(memory_max=64 * MIB, workdir_max=48 * MIB, workdir_inodes_max=99)
+    (line,) = details(steps(Profile.PROCESS, limits, RICH), "open the work directory")
+    assert line == (
+        f"on disk, with a project quota of {48 * MIB} bytes and 99 files, project UID; "
+        "seen by the task as /s/work/SLOT"
+    )
+    lacking = dataclasses.replace(RICH, project_quota=("why", "mend"))
+    (line,) = details(steps(Profile.PROCESS, limits, lacking), "open the work directory")
+    assert line.startswith("on disk, without a quota; ")
 
 
 def test_steps_of_the_launcher_are_told_in_its_order() -> None:

@@ -30,7 +30,7 @@ from stockade.platform import prctl, seccomp
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.seccomp_policy import filter_of
 prctl.set_no_new_privs()
-seccomp.install(filter_of(Profile.SEALED, os.uname().machine))
+seccomp.install(filter_of(Profile(sys.argv.pop(1)), os.uname().machine))
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 
@@ -47,19 +47,23 @@ print(json.dumps(found))
 """
 
 
-def under_filter(*command: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
+def under_filter(
+    *command: str, cwd: Path, profile: Profile = Profile.SEALED, **options
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", UNDER_FILTER, *command],
+        [sys.executable, "-c", UNDER_FILTER, profile, *command],
         check=False, capture_output=True, text=True, timeout=60, cwd=cwd,
         env={"PATH": os.environ["PATH"], "HOME": str(cwd), "TMPDIR": str(cwd), "LANG": "C.UTF-8"},
         **options,
     )  # fmt: skip
 
 
-def errors_under_filter(calls: list[tuple[str, list[int]]], cwd: Path) -> list[int]:
+def errors_under_filter(
+    calls: list[tuple[str, list[int]]], cwd: Path, profile: Profile = Profile.SEALED
+) -> list[int]:
     numbers = syscalls.numbers(MACHINE)
     text = json.dumps([[numbers[name], arguments] for name, arguments in calls])
-    done = under_filter(sys.executable, "-c", CALLER, text, cwd=cwd)
+    done = under_filter(sys.executable, "-c", CALLER, text, cwd=cwd, profile=profile)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -168,6 +172,50 @@ def test_i386_call_from_a_64_bit_program_is_killed(tmp_path):
     if alone.returncode != 0:
         pytest.skip("this kernel takes no i386 calls")
     assert under_filter(str(program), cwd=tmp_path).returncode == -signal.SIGSYS
+
+
+FOREIGN_ATTRIBUTES = r"""
+#include <fcntl.h>
+#include <stdio.h>
+static int i386(int number, int first, int second) {
+    int result;
+    __asm__ volatile("int $0x80" : "=a"(result) : "a"(number), "b"(first), "c"(second), "d"(0),
+                     "S"(0), "D"(0) : "memory");
+    return result;
+}
+int main(void) {
+    int fd = open(".", O_RDONLY | O_DIRECTORY);
+    /* getpid; FSSETXATTR, SETFLAGS of 64 and of 32 bits; file_setattr; ptrace(PTRACE_SEIZE) */
+    printf("%d %d %d %d %d %d\n", i386(20, 0, 0) > 0, i386(54, fd, 0x401C5820),
+           i386(54, fd, 0x40086602), i386(54, fd, 0x40046602), i386(469, fd, 0),
+           i386(26, 0x4206, 1));
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(MACHINE != "x86_64", reason="i386 calls exist on x86-64 only")
+@pytest.mark.parametrize("profile", [Profile.PROCESS, Profile.PRIVATE])
+def test_i386_calls_are_under_the_same_rules_where_they_are_allowed(tmp_path, profile):
+    program = build(tmp_path, FOREIGN_ATTRIBUTES)
+    alone = subprocess.run([program], check=False, timeout=10, capture_output=True, text=True)
+    if not alone.stdout.startswith("1 "):
+        pytest.skip("this kernel takes no i386 calls")
+    done = under_filter(str(program), cwd=tmp_path, profile=profile)
+    assert done.stdout.split() == ["1", *[str(-errno.EPERM)] * 5]
+
+
+@pytest.mark.parametrize("profile", Profile)
+def test_attributes_of_files_cannot_be_changed_in_any_profile(tmp_path, profile):
+    high = 0xDEAD << 32
+    denied = [("file_setattr", [-100, 0, 0, 0, 0])]
+    for command in (0x401C5820, 0x40086602, 0x40046602):
+        denied += [("ioctl", [0, command, 0]), ("ioctl", [0, command | high, 0])]
+    got = errors_under_filter(denied, tmp_path, profile)
+    assert list(zip(denied, got, strict=True)) == [(call, errno.EPERM) for call in denied]
+    # What reads them passes the filter.
+    reads = [("ioctl", [-1, command, 0]) for command in (0x801C581F, 0x80086601)]
+    assert errors_under_filter(reads, tmp_path, profile) == [errno.EBADF] * 2
 
 
 @pytest.mark.skipif(MACHINE != "x86_64", reason="x32 calls exist on x86-64 only")

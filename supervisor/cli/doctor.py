@@ -22,6 +22,7 @@ from stockade.supervisor.admission import cpu_stall
 from stockade.supervisor.cli.control_client import ControlClient
 from stockade.supervisor.cli.ended import CommandEnded
 from stockade.supervisor.cli.operate import SocketOption, set_aside
+from stockade.supervisor.config_defaults import host_defaults
 
 # Every limit set, so that whatever the host cannot enforce shows.
 _ALL: Final = Limits(
@@ -61,7 +62,7 @@ def doctor(
     Of a worker that runs here also the slots that it has set aside.
     """
     confined = _profile(profile, prove=prove)
-    host = capabilities.probe(tempfile.gettempdir())
+    host = capabilities.probe(_work_directories(prove=prove))
     missing = find_missing(host)
     if prove:
         _prove(confined, host, _as_json(host, missing) if as_json else None)
@@ -74,6 +75,17 @@ def doctor(
     if worker is not None:
         found = set_aside(worker) if worker["slots_set_aside"] else "no slot is set aside"
         print(f"\nworker {worker['worker_id']}: {found}")
+
+
+def _work_directories(*, prove: bool) -> str:
+    """A directory above the work directories of a worker; with ``prove``, of the hostile tasks.
+
+    What a user can have is the same everywhere.
+    """
+    if prove or os.geteuid() != 0:
+        return tempfile.gettempdir()
+    named = os.environ.get("STOCKADE_WORKER_STATE_DIR")
+    return named or str(host_defaults(os.environ)["worker.state_dir"]())
 
 
 def _worker(socket: Path | None) -> dict[str, Any] | None:
