@@ -20,7 +20,7 @@ from worker_process import STOCKADE
 
 from stockade.platform import quota
 from stockade.platform.quota import DiskQuota, Project
-from stockade.sandbox import quota_probe
+from stockade.sandbox import quota_probe, uids
 from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.outcome import Status
 from stockade.sandbox.profiles import Profile
@@ -159,6 +159,11 @@ def run(client: SpawnerClient, seq: int, code: str, limits: Limits = ON_DISK) ->
     return printed.split()
 
 
+def rest(client: SpawnerClient) -> None:
+    """Waits until the only uid can be taken again."""
+    eventually(lambda: not is_limited(client.home))
+
+
 def assert_held(printed: list[str]) -> None:
     """What FILL printed under ON_DISK."""
     size, size_error, made, made_error = printed
@@ -175,7 +180,7 @@ def test_work_directory_is_held_to_its_quota_and_the_next_one_starts_at_zero(
     client = make(profile)
     for seq in (1, 2, 3):
         assert_held(run(client, seq, FILL))
-    eventually(lambda: quota_of(disk) == NOTHING)
+        eventually(lambda: quota_of(disk) == NOTHING)
 
 
 @pytest.mark.parametrize("profile", Profile)
@@ -216,6 +221,7 @@ def test_what_a_task_moved_elsewhere_does_not_count_for_the_next_one(
     client = make()
     move = f"open('x', 'wb').write(bytes(20 << 20)); import os; os.rename('x', '{kept}/x')"
     run(client, 1, move)
+    rest(client)
     # Files that are its project's stay so wherever they are.
     assert quota_of(disk)[2] >= 20 * MIB
     assert_held(run(client, 2, FILL))
@@ -254,6 +260,14 @@ def kill_all(client: SpawnerClient) -> None:
     client.socket.close()
 
 
+def uid_is_free() -> bool:
+    """The launcher that waited is gone, and its copy of the lock with it."""
+    lock = uids.lock(UID)
+    if lock is not None:
+        uids.unlock(UID, lock)
+    return lock is not None
+
+
 def test_quota_of_a_dead_spawners_slot_is_lifted_by_the_next_one(make: Make, disk: Path) -> None:
     client = make(limits=ON_DISK, pool_min=1, pool_max=1)
     eventually(lambda: is_limited(disk))
@@ -272,7 +286,7 @@ def test_sweep_leaves_the_quota_of_another_workers_task_with_the_same_uid(
     (left,) = eventually(lambda: os.listdir(client.home / "state/work"))
     kill_all(client)
     other = make()
-    # As soon as the launcher that waited is gone, whose copy of the uid's lock it was.
+    eventually(uid_is_free)
     other.start(1, ["/bin/sleep", "300"], ON_DISK)
     other.wait_started(1)
     client.settings = dataclasses.replace(client.settings, pool_min=0, pool_max=0)
@@ -320,14 +334,14 @@ def test_doctor_says_what_holds_it(disk: Path) -> None:
     assert f"{line}by project quota\n" in stockade(disk, "doctor").stdout
     text = stockade(Path("/var/tmp"), "doctor").stdout
     assert f"{line}not held\n  the file system of /var/tmp does not count by projects" in text
-    assert "tune2fs -O project,quota" in " ".join(text.split())
+    assert "tune2fs -O project -Q prjquota" in " ".join(text.split())
 
 
 def test_run_refuses_it_on_a_file_system_without_project_quotas() -> None:
     done = stockade(Path("/var/tmp"), *RUN, "--on-unsupported", "refuse", "--", "true")
     assert done.returncode == 125
     assert "does not count by projects" in done.stderr
-    assert "tune2fs -O project,quota" in done.stderr
+    assert "tune2fs -O project -Q prjquota" in done.stderr
 
 
 # ---- The trial ----
