@@ -32,8 +32,8 @@ class HostCapabilities:
         cgroup_kill: the kernel has cgroup.kill (5.14).
         obstacles: why a feature of a profile cannot be used, by feature; one that can is not in it.
         disk: MAJOR:MINOR of the work directories' disk; None when it cannot be told.
-        project_quota: why the work directories can have no project quota, and what mends it; None
-            when they can.
+        project_quota: why the work directories' file system can hold no project quota, and what
+            mends it; None when it can.
     """
 
     root: bool
@@ -62,6 +62,13 @@ class HostCapabilities:
             for feature in Feature
             if feature not in self.obstacles and not lacking.get(feature)
         )
+
+    @property
+    def lacks_project_quota(self) -> tuple[str, str] | None:
+        """Why tasks cannot be held by a project quota, and what mends it; None when they can."""
+        if self.project_quota is None and Feature.SECCOMP in self.obstacles:
+            return _CAN_LEAVE, _BY_FEATURE[Feature.SECCOMP][1]
+        return self.project_quota
 
     @property
     def has_cgroup_kill(self) -> bool:
@@ -132,6 +139,7 @@ _DISK: Final = (
 # Of what a profile needs: what is done without it, and what mends that, as root and as a user.
 _AS_ROOT: Final = "start the worker as root"
 _ONLY_ROOT: Final = "only root can set one"
+_CAN_LEAVE: Final = "without seccomp a task can leave its project"
 _PRIVILEGED: Final = (
     "let root mount and make namespaces: outside of a container, or in one with CAP_SYS_ADMIN, "
     "CAP_SYS_CHROOT and CAP_NET_ADMIN and without a filter on those calls"
@@ -204,14 +212,10 @@ def _why(feature: Feature, host: HostCapabilities) -> str:
 
 def _missing_quota(limits: Limits, host: HostCapabilities) -> list[Missing]:
     if wants_project(limits):
-        if host.project_quota is not None:
-            why, mend = host.project_quota
-            why = f"more than half of memory_max takes a project quota: {why}"
-        elif Feature.SECCOMP in host.obstacles:
-            why = "without seccomp a task can leave its project, and the quota with it"
-            mend = _BY_FEATURE[Feature.SECCOMP][1]
-        else:
+        if host.lacks_project_quota is None:
             return []
+        why, mend = host.lacks_project_quota
+        why = f"more than half of memory_max takes a project quota: {why}"
         mend = f"lower workdir_max, or raise memory_max, or {mend}"
     elif not host.root or Feature.NAMESPACES in host.obstacles:
         why = host.obstacles.get(Feature.NAMESPACES) or "only root can mount a tmpfs for each task"

@@ -24,9 +24,9 @@ _TRY: Final = "try a project quota"
 
 _MEND: Final = (
     "put state_dir on a file system with project quotas: on ext4 unmount it, run "
-    "`tune2fs -O project -Q prjquota DEVICE` and mount it with the option prjquota (as root file system: "
-    "from a rescue system, and with rootflags=prjquota; the kernel needs CONFIG_QFMT_V2); on XFS "
-    "mount it with the option prjquota"
+    "`tune2fs -O project -Q prjquota DEVICE` and mount it with the option prjquota (as root file "
+    "system: from a rescue system, and with rootflags=prjquota; the kernel needs CONFIG_QFMT_V2); "
+    "on XFS mount it with the option prjquota"
 )
 _LEAVE: Final = "choose a state_dir that is in no project (`lsattr -pd DIRECTORY` tells it)"
 

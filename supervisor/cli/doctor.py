@@ -159,10 +159,10 @@ def _cgroups(host: HostCapabilities) -> Iterator[str]:
 
 def _print_quotas(host: HostCapabilities) -> None:
     """What holds a work directory that would not fit in its task's memory."""
-    if host.project_quota is None:
+    if host.lacks_project_quota is None:
         print("workdir_max above half of memory_max: by project quota")
         return
-    why, mend = host.project_quota
+    why, mend = host.lacks_project_quota
     print("workdir_max above half of memory_max: not held")
     _print_indented("", why)
     _print_indented("to mend: ", mend)
