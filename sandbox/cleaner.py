@@ -149,9 +149,9 @@ class Cleaner:
 
     def _lift_quota(self, project: int, uid_lock: int | None) -> None:
         """Of a project that its slot does not need any more."""
-        # Of a slot that an earlier spawner made the uid may be in use again, its new quota with it.
-        lock = uids.lock(project) if uid_lock is None else None
-        if lock is None and uid_lock is None:
+        lock = uids.lock(project) if uid_lock is None else uid_lock
+        if lock is None:
+            # Another spawner's slot, and in use again by now, with a quota of its own.
             return
         try:
             project_quota.lift(self._places.work, project)
@@ -159,7 +159,7 @@ class Cleaner:
             # Nothing is held up by it: whoever gets the uid next sets limits anew.
             log.error("cannot lift the quota of project %d: %s", project, error)
         finally:
-            if lock is not None:
+            if lock != uid_lock:
                 uids.unlock(project, lock)
 
     def _give_up(self, job: _Job, why: str) -> None:

@@ -77,6 +77,7 @@ open("d/f", "x").close()
 for path in (".", "d", "d/f"):
     fd = os.open(path, os.O_RDONLY)
     print(*(tried(lambda: way(fd)) for way in (set_project, clear_flags, file_setattr)))
+    os.close(fd)
 os.remove("d/f")
 os.rmdir("d")
 """
