@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from injection import Fault, attached, needs_strace
 from recording_scheduler import RecordingScheduler
+from spawner_client import children
 from worker_process import DEADLINE_S, WorkerProcess, eventually
 
 MakeWorker = Callable[..., WorkerProcess]
@@ -196,7 +197,12 @@ def test_spawner_that_cannot_make_a_slot_fails_that_task_with_the_step_and_recov
     worker = make_worker(worker="pool_min = 0\npool_max = 0")
     scheduler.wait_for(lambda s: s.workers)
     call = "mkdir" if call == "mkdirat" and os.uname().machine != "x86_64" else call
-    with attached(worker.active_spawner(), Fault(call, 1, error, times=60000)):
+    spawner = worker.active_spawner()
+    # Launchers are copies that zygotes make.
+    makers = children(spawner, "zygote") if call == "clone3" else [spawner]
+    with contextlib.ExitStack() as stack:
+        for maker in makers:
+            stack.enter_context(attached(maker, Fault(call, 1, error, times=60000)))
         for number in range(3):
             scheduler.dispatch(worker.url, schedule_instance_id=f"t{number}", payload="true")
             report = scheduler.terminal_report(f"t{number}", DEADLINE_S)
