@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launcher_driver import ZYGOTE_SOURCE
+from spawner_client import eventually
 
 from stockade.platform import clone, memfd, proc
 from stockade.platform.errors import SyscallError
@@ -68,8 +69,10 @@ def test_launcher_is_our_child_in_a_session_of_its_own(zygote: Zygote) -> None:
     copy = Copy(zygote, [])
     found = proc.process(copy.pid)
     assert found is not None
-    assert (found.parent, found.session) == (os.getpid(), copy.pid)
-    assert Path(f"/proc/{copy.pid}/cmdline").read_bytes() == b"stockade-launcher\0"
+    assert found.parent == os.getpid()
+    eventually(lambda: os.getsid(copy.pid) == copy.pid)
+    name = Path(f"/proc/{copy.pid}/cmdline")
+    eventually(lambda: name.read_bytes() == b"stockade-launcher\0")
     assert copy.end() == (b"", 0)
 
 

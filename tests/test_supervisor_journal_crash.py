@@ -204,6 +204,7 @@ def test_a_file_size_limit_refuses_and_recovers(path: Path) -> None:
         from stockade.supervisor.dispatch import Dispatch
         from stockade.supervisor.errors import JournalError
         from stockade.supervisor.journal import Journal
+        from journal_lab import unfinished_seqs
 
         async def main():
             journal = await Journal.open(Path(sys.argv[1]))
@@ -230,7 +231,10 @@ def test_a_file_size_limit_refuses_and_recovers(path: Path) -> None:
 
         asyncio.run(main())
     """)
-    done = subprocess.run([sys.executable, "-c", script, path], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, path], stdout=subprocess.PIPE, check=True,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
     assert done.stdout.splitlines()[-1] == b"recovered"
     assert with_journal(path, unfinished_seqs)
 

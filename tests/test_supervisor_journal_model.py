@@ -126,6 +126,8 @@ class JournalMachine(RuleBasedStateMachine):
             return multiple()
         cancelled = instance_id in self.cancels
         assert (accepted.is_new, accepted.cancelled_before) == (True, cancelled)
+        # One cancel is for one task, of whichever scheduler sends its first.
+        self.cancels.discard(instance_id)
         assert accepted.row.seq > max(self.tasks, default=0)
         self.tasks[accepted.row.seq] = Task(
             (instance_id, scheduler),
