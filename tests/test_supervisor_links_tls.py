@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from both_links import SCHEDULERS, make_scheduler
 from certificates import Authority
 from grpclib.exceptions import StreamTerminatedError
@@ -91,7 +92,9 @@ def serving(
             await body(made, intake)
         return intake
 
-    return asyncio.run(run())
+    # As the worker does: the loop of the standard library resets a connection that it accepted in
+    # the very turn in which its server was closed.
+    return uvloop.run(run())
 
 
 async def dispatch(made: TwoWayLink, instance_id: str, **settings: Any) -> int:
