@@ -219,8 +219,15 @@ class Attacked:
             eventually(lambda: not any(proc.processes_of_uid(uid) for uid in uids))
         mount = cgroup.find_mount()
         if mount is not None:
-            pattern = f"**/*{self.worker.id}*/tasks/*/cgroup.procs"
-            eventually(lambda: not list(Path(os.fsdecode(mount)).glob(pattern)))
+            eventually(lambda: not self.slot_groups(mount))
+
+    def slot_groups(self, mount: Path) -> list[str]:
+        """Those of this worker; walked so that others may come and go meanwhile."""
+        return [
+            path
+            for path, _, _ in os.walk(mount)
+            if self.worker.id in path and os.path.basename(os.path.dirname(path)) == "tasks"
+        ]
 
 
 @pytest.fixture(scope="module")
