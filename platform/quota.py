@@ -15,11 +15,13 @@ Source: quotactl(2), ioctl_fs(2), <linux/quota.h>, <linux/fs.h>. quotactl_fd is 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import struct
 from typing import Final, NamedTuple
 
 from stockade.platform._libc import system_call, translated
+from stockade.platform.errors import SyscallError
 
 SYS_QUOTACTL_FD: Final = 443
 Q_GETQUOTA: Final = 0x800007
@@ -109,11 +111,17 @@ def usage(fd: int, project_id: int) -> Usage:
     """What the project has on the file system of any open file (not O_PATH) of it.
 
     Raises:
-        SyscallError: ENOSYS, no quotas in the kernel or on this file system; ESRCH, not switched
-            on for projects; EPERM.
+        SyscallError: ENOSYS, no quotas in the kernel, on this file system, or (XFS) switched on;
+            ESRCH, not switched on for projects; EPERM.
     """
     found = DiskQuota()
-    _quotactl_fd(fd, _command(Q_GETQUOTA), project_id, found)
+    try:
+        _quotactl_fd(fd, _command(Q_GETQUOTA), project_id, found)
+    except SyscallError as error:
+        # XFS, of a project that it never saw.
+        if error.errno != errno.ENOENT:
+            raise
+        return Usage(0, 0)
     return Usage(found.dqb_curspace, found.dqb_curinodes)
 
 

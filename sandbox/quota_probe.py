@@ -49,7 +49,7 @@ def _obstacle(directory: str, fd: int) -> tuple[str, str] | None:
         quota.usage(fd, _PROJECTS[0])
     except SyscallError as error:
         why = {
-            errno.ENOSYS: "has no quotas, or the kernel is older than Linux 5.14",
+            errno.ENOSYS: "keeps no quotas, or the kernel is older than Linux 5.14",
             errno.ESRCH: "does not count by projects",
         }.get(error.errno or 0, f"does not tell of projects: {error}")
         return f"the file system of {directory} {why}", _MEND

@@ -41,6 +41,8 @@ with open("big", "wb", buffering=0) as big:
     try:
         while size < 96 << 20:
             size += big.write(bytes(1 << 20))
+            # What waits to be written is memory.
+            os.fdatasync(big)
         print(size, "no error")
     except OSError as error:
         print(size, name(error))

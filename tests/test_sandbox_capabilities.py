@@ -63,7 +63,7 @@ def test_quota_that_the_host_cannot_hold_is_missed_with_its_reason(
 def test_file_system_without_project_quotas_is_found_so_and_named() -> None:
     found = quota_probe.obstacle("/dev/shm")
     assert found is not None
-    assert found[0].startswith("the file system of /dev/shm has no quotas")
+    assert found[0].startswith("the file system of /dev/shm keeps no quotas")
     assert "prjquota" in found[1]
 
 
