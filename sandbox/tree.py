@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # Processes that fork while they are moved need more than one look.
 _MOVE_ROUNDS: Final = 100
 # A process that ends is out of its group this soon after its descriptors are closed.
-_REMOVE_S: Final = 2.0
+_REMOVE_S: Final = 10.0
 _REMOVE_PAUSE_S: Final = 0.01
 
 
