@@ -53,7 +53,9 @@ class UidSweeper:
             self._timer.cancel()
             self._timer = None
         if self._child is None and self._uids.used:
-            self._child = _Child(self._uids.begin_sweep())
+            # Made first: a sweep that cannot begin leaves the uids to the next one.
+            self._child = _Child(tuple(self._uids.used))
+            self._uids.begin_sweep()
             self._loop.watch(self._child.report, select.EPOLLIN, self._read)
 
     def _read(self, _events: int) -> None:

@@ -123,10 +123,9 @@ class UidPool:
         unlock(uid, lock_fd)
         self._free.append(uid)
 
-    def begin_sweep(self) -> tuple[int, ...]:
+    def begin_sweep(self) -> None:
         """The used ones, until ``end_sweep``; what comes back meanwhile is for the next sweep."""
         self._swept, self.used = self.used, {}
-        return tuple(self._swept)
 
     def end_sweep(self, spoiled: Container[int]) -> None:
         """Those that were swept serve again, but the ``spoiled`` ones, which stay locked."""
