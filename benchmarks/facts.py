@@ -9,12 +9,10 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from timing import percentile
+from timing import fdatasync_s
 from worker import STATE_ON
 
 from stockade.sandbox.capabilities import probe
@@ -40,18 +38,6 @@ def _cpu() -> str:
 
 def _memory_gib() -> float:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30), 1)
-
-
-def _fdatasync_ms() -> float:
-    """What one page and its fdatasync cost where the journals are, the median."""
-    took = []
-    with tempfile.TemporaryFile(dir=STATE_ON) as file:
-        for _ in range(100):
-            os.write(file.fileno(), bytes(4096))
-            began = time.perf_counter()
-            os.fdatasync(file.fileno())
-            took.append(time.perf_counter() - began)
-    return round(1e3 * percentile(took, 0.5), 2)
 
 
 def _versions() -> dict[str, str]:
@@ -97,7 +83,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release().partition("-")[0],
         "user": "root" if os.geteuid() == 0 else "an ordinary user",
         "load at the start": round(os.getloadavg()[0], 2),
-        "fdatasync of a page": f"{_fdatasync_ms()} ms",
+        "fdatasync of a page": f"{1e3 * fdatasync_s(STATE_ON):.2f} ms",
         "versions": ", ".join(f"{name} {version}" for name, version in _versions().items()),
         "not enforced by this host": "; ".join(not_enforced) or "nothing",
     }

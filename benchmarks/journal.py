@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-from timing import percentile
+from timing import fdatasync_s, percentile
 
 from stockade.sandbox.outcome import Outcome, Status
 from stockade.supervisor.cli.control_client import ControlClient
@@ -226,18 +226,6 @@ async def _dispatch_at_rate(url: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def fsync_ms(directory: Path) -> float:
-    """What one append of a page and its fdatasync cost here, the median."""
-    took = []
-    with tempfile.TemporaryFile(dir=directory) as file:
-        for _ in range(200):
-            os.write(file.fileno(), bytes(4096))
-            begun = time.perf_counter()
-            os.fdatasync(file.fileno())
-            took.append(time.perf_counter() - begun)
-    return milliseconds(statistics.median(took))
-
-
 def show(results: dict[str, Any], indent: str = "") -> None:
     for name, value in results.items():
         if isinstance(value, dict):
@@ -258,7 +246,7 @@ def main() -> None:
         directory = Path(name)
         directory.chmod(0o711)
         results = {
-            "fdatasync of one page, ms": fsync_ms(directory),
+            "fdatasync of one page, ms": milliseconds(fdatasync_s(directory)),
             "commits": asyncio.run(commits(directory, given.seconds)),
             f"accept over HTTP at {RATE}/s": asyncio.run(
                 accept_over_http(directory, given.seconds)

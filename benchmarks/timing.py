@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 # Between two measurements: pools are refilled and used slots are cleaned up meanwhile.
 PAUSE_S = 0.03
@@ -24,6 +27,18 @@ def milliseconds(times: Sequence[float]) -> dict[str, float]:
         "p90 ms": 1e3 * percentile(times, 0.9),
         "n": len(times),
     }
+
+
+def fdatasync_s(directory: Path | str) -> float:
+    """Seconds of one append of a page and its fdatasync there, the median."""
+    took = []
+    with tempfile.TemporaryFile(dir=directory) as file:
+        for _ in range(200):
+            os.write(file.fileno(), bytes(4096))
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            took.append(time.perf_counter() - began)
+    return statistics.median(took)
 
 
 def interleaved(

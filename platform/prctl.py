@@ -122,14 +122,8 @@ def drop_capabilities(keep: frozenset[str]) -> None:
     # First: it needs CAP_SETPCAP, which the steps below may drop.
     _limit_bounding_set(wanted)
     _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    # capset itself and not python-prctl: its lists end at the newest capability of its build host,
-    # and one that the running kernel added since would stay.
     left = sets["CapPrm"] & wanted
-    data = (_libc.CapabilityData * 2)()
-    for half, word in enumerate(data):
-        word.permitted = word.effective = left >> 32 * half & 0xFFFFFFFF
-    header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
-    _libc.capset(ctypes.byref(header), data)
+    _set_own_sets(permitted=left, effective=left, inheritable=0)
 
 
 def keep_over_exec(kept: frozenset[str]) -> None:
@@ -146,14 +140,8 @@ def keep_over_exec(kept: frozenset[str]) -> None:
     except KeyError as error:
         raise ValueError(f"cannot keep capability {error}: its name is unknown") from error
     sets = _own_sets()
-    data = (_libc.CapabilityData * 2)()
     inheritable = sets["CapInh"] | sum(1 << number for number in numbers)
-    for half, word in enumerate(data):
-        word.permitted = sets["CapPrm"] >> 32 * half & 0xFFFFFFFF
-        word.effective = sets["CapEff"] >> 32 * half & 0xFFFFFFFF
-        word.inheritable = inheritable >> 32 * half & 0xFFFFFFFF
-    header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
-    _libc.capset(ctypes.byref(header), data)
+    _set_own_sets(permitted=sets["CapPrm"], effective=sets["CapEff"], inheritable=inheritable)
     for number in numbers:
         _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number, 0, 0)
 
@@ -175,6 +163,19 @@ def effective_capabilities() -> frozenset[str]:
         for number in range(mask.bit_length())
         if mask >> number & 1
     )
+
+
+def _set_own_sets(*, permitted: int, effective: int, inheritable: int) -> None:
+    # capset itself and not python-prctl: its lists end at the newest capability of its build host,
+    # and one that the running kernel added since would stay.
+    data = (_libc.CapabilityData * 2)()
+    for half, word in enumerate(data):
+        shift = 32 * half
+        word.permitted = permitted >> shift & 0xFFFFFFFF
+        word.effective = effective >> shift & 0xFFFFFFFF
+        word.inheritable = inheritable >> shift & 0xFFFFFFFF
+    header = _libc.CapabilityHeader(LINUX_CAPABILITY_VERSION_3, 0)
+    _libc.capset(ctypes.byref(header), data)
 
 
 def _own_sets() -> dict[str, int]:

@@ -6,6 +6,8 @@ that follows it, and names that follow each other have consecutive numbers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Final
 
 # <asm/unistd_64.h> of x86, without the numbers of x32.
@@ -103,7 +105,8 @@ _X32: Final[dict[str, tuple[int, ...]]] = {"ioctl": (514, 16), "ptrace": (521, 1
 MACHINES: Final = frozenset(_TABLES)
 
 
-def numbers(machine: str) -> dict[str, int]:
+@functools.cache
+def numbers(machine: str) -> Mapping[str, int]:
     """The number of every system call that ``machine`` has in its native 64-bit form.
 
     Args:

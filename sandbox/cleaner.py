@@ -36,18 +36,20 @@ class Cleaner:
         watch_child: registers a callback for the end of a child of ours, by pid, with its wait
             status.
         on_set_aside: called whenever ``set_aside`` has grown.
+        has_projects: work directories may have project quotas.
     """
 
     def __init__(
         self, loop: Loop, places: Places, uids: UidPool | None,
         watch_child: Callable[[int, Callable[[int], None]], None],
-        on_set_aside: Callable[[], None],
+        on_set_aside: Callable[[], None], *, has_projects: bool,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._places = places
         self._uids = uids
         self._watch_child = watch_child
         self._on_set_aside = on_set_aside
+        self._has_projects = has_projects
         self._waiting: collections.deque[_Job] = collections.deque()
         self._running = 0
         self.busy: set[str] = set()
@@ -62,7 +64,9 @@ class Cleaner:
     ) -> None:
         """Begins the clean-up of a slot of which nothing lives; returns at once."""
         self.busy.add(name)
-        project = project_quota.project_of(self._places.work, name)
+        project = None
+        if self._has_projects:
+            project = project_quota.project_of(self._places.work, name)
         self._remove_groups(_Job(name, groups, uid, uid_lock, project), _GROUP_TRIES)
 
     def put_aside(self, name: str) -> None:

@@ -63,7 +63,7 @@ class Grants:
     devices: Sequence[str] = ()
 
 
-def rights(abi: int) -> Rights:
+def _rights(abi: int) -> Rights:
     """What the ABI knows, all of which is to be handled.
 
     Raises:
@@ -93,7 +93,7 @@ def ruleset_calls(abi: int, grants: Grants, first_fd: int) -> Iterator[Call]:
     Raises:
         UnsupportedError: the ABI is older than MINIMUM_ABI.
     """
-    handled = rights(abi)
+    handled = _rights(abi)
     attributes = bytes(landlock.RulesetAttributes(handled.fs, NO_NET, handled.scope))
     yield Call("landlock_create_ruleset", (attributes, len(attributes), 0))
     path_fd = first_fd + 1

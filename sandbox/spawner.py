@@ -42,7 +42,7 @@ CAPABILITIES: Final = frozenset(
         "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE",  # work directories of other uids
         "CAP_SYS_RESOURCE",  # raises limits, resets oom_score_adj
         "CAP_SYS_PTRACE",  # reads the memory use of tasks where no controller counts it
-        "CAP_SYS_ADMIN", "CAP_SYS_CHROOT",  # cgroups, mounts, and entering mount namespaces
+        "CAP_SYS_ADMIN",  # cgroups, mounts, namespaces
         "CAP_MKNOD", "CAP_NET_ADMIN",  # a slot's /dev and its loopback
         "CAP_LINUX_IMMUTABLE",  # removes files that a task made immutable
     }

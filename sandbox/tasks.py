@@ -52,6 +52,7 @@ class Tasks:
         self.cleaner = Cleaner(
             equipment.loop, equipment.places, equipment.uids, equipment.children.watch,
             on_set_aside=self.tell_set_aside,
+            has_projects=equipment.host.project_quota is None,
         )  # fmt: skip
         self.containers: Containers | None = None
         if settings.engine is not None:

@@ -29,9 +29,8 @@ from stockade.sandbox.zygote_message import ANSWER, READY, encode_request
 LAUNCHER: Final = Path(__file__).with_name("launcher")
 RESOLV_CONF: Final = "/etc/resolv.conf"
 
-# launcher.h: the launcher's name is written over both.
+# zygote.h: the launcher's name is written over both.
 _ARGUMENTS: Final = ("stockade-zygote", "-")
-_SOCKET: Final = 3
 # Descriptors are first copied above this number, so that none is overwritten before it was moved.
 _PARKED: Final = 64
 _TEXT_BYTES: Final = 4096

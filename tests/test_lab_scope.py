@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spawner_client import SpawnerClient, eventually, kill_now
+from spawner_client import SpawnerClient, children, eventually, kill_now
 
 from stockade.platform import cgroup, proc
 from stockade.sandbox import delegation
@@ -56,11 +56,7 @@ def properties(unit: str, *names: str) -> dict[str, str]:
 
 
 def standby_of(spawner: int) -> int:
-    def look() -> list[int]:
-        # It names itself before it waits; a pidfd of its parent is the last thing it makes.
-        return [pid for pid in proc.children(spawner) if comm(pid) == "stockade-standb"]
-
-    return eventually(look)[0]
+    return eventually(lambda: children(spawner, "standby"))[0]
 
 
 def kill_spawners(client: SpawnerClient) -> None:
@@ -71,13 +67,6 @@ def kill_spawners(client: SpawnerClient) -> None:
     os.kill(standby, signal.SIGKILL)
     kill_now(spawner)
     client.socket.close()
-
-
-def comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def test_spawner_and_standby_are_in_a_delegated_scope_of_their_own(client: SpawnerClient) -> None:
