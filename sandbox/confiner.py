@@ -47,8 +47,12 @@ class Confiner:
             as_root=host.root, work_path=work_path, oom_score_adj=oom_score.of_tasks()
         )
         # Here, and not with the first task: what cannot be shown is to stop the start.
-        for profile in (Profile.PROCESS, Profile.PRIVATE):
-            self._zygotes.of(self.plan(profile, Limits()).confinement.system)
+        try:
+            for profile in (Profile.PROCESS, Profile.PRIVATE):
+                self._zygotes.of(self.plan(profile, Limits()).confinement.system)
+        except BaseException:
+            self._zygotes.close()
+            raise
 
     def plan(self, profile: Profile, limits: Limits) -> Plan:
         """The plan of a slot.
@@ -95,7 +99,7 @@ class Confiner:
             os.close(program_fd)
 
     def close(self) -> None:
-        """No more launchers are made for now; those that there are stay."""
+        """Makes no more launchers; those that there are stay."""
         self._zygotes.close()
 
     def filter_of(self, profile: Profile) -> bytes:

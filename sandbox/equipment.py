@@ -49,8 +49,14 @@ class Equipment:
         self._degraded = functools.lru_cache(maxsize=64)(
             lambda profile, limits: capabilities.features(profile, limits, self.host, settings.view)
         )
-        self.uids = UidPool(settings.uid_min, settings.uid_max) if host.root else None
-        self.confiner = Confiner(settings.view, self.host, places.work_path)
+        try:
+            self.uids = UidPool(settings.uid_min, settings.uid_max) if host.root else None
+            self.confiner = Confiner(settings.view, self.host, places.work_path)
+        except BaseException:
+            # Another spawner's, which lives, stays.
+            if self.tree is not None and self.tree.is_new:
+                self.tree.remove()
+            raise
 
     def degraded(self, profile: Profile, limits: Limits) -> tuple[str, ...]:
         """What this host cannot enforce of a task's profile and limits."""

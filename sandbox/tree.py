@@ -80,6 +80,7 @@ class Tree:
     Attributes:
         controllers: what the slots' groups have.
         lacks: for each controller, or limit, that they have not: why, and what mends it.
+        is_new: nobody had made it before.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Tree:
     ) -> None:
         self.path = path
         self.controllers: frozenset[str] = frozenset()
+        self.is_new = False
         self.lacks: dict[str, tuple[str, str]] = {}
         self._root = Group(path)
         self._spawner = Group(path / "spawner")
@@ -128,6 +130,8 @@ class Tree:
                 # systemd, or an earlier spawner of this worker, made it.
                 if error.errno != errno.EEXIST:
                     raise
+            else:
+                tree.is_new = tree.is_new or group is tree._root
         tree._spawner.attach(os.getpid())
         if tree._by_hand:
             tree._open_parent(Group(path.parent))

@@ -129,13 +129,15 @@ class Zygote:
         return pid, fds[0]
 
     def close(self, *, wait: bool = False) -> None:
-        """Ends it, and waits for that where nobody else reaps; its launchers stay."""
+        """Ends it, and waits for that if nobody may be there to reap it; its launchers stay."""
         self._socket.close()
         if self.pidfd >= 0:
             # One that is stopped, or stuck before its exec, does not see that we hung up.
             pidfd.send_signal(self.pidfd, signal.SIGKILL)
             if wait:
-                os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+                # One that died before may have been reaped with the other children.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             os.close(self.pidfd)
 
 
@@ -235,15 +237,15 @@ class Zygotes:
             raise SandboxSetupError("start a launcher", str(error)) from error
 
     def close(self) -> None:
-        """Lets all of them go."""
+        """Ends all of them: they are gone then."""
         for system in list(self._zygotes):
-            self.lose(system)
+            self.lose(system, wait=True)
 
-    def lose(self, system: tuple[Step, ...]) -> None:
-        """Lets a zygote go, if there is one."""
+    def lose(self, system: tuple[Step, ...], *, wait: bool = False) -> None:
+        """Ends a zygote, if there is one."""
         found = self._zygotes.pop(system, None)
         if found is not None:
-            found[0].close()
+            found[0].close(wait=wait)
 
     def _identity(self) -> tuple[int, int] | None:
         if self._resolv_conf is None:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from spawner_client import SpawnerClient
+from spawner_client import SpawnerClient, eventually
+from worker_process import processes_that_name
 
+from stockade.platform import cgroup
 from stockade.platform.errors import SyscallError
 from stockade.sandbox import steps
 from stockade.sandbox.errors import SandboxSetupError
@@ -21,7 +23,7 @@ from stockade.sandbox.limits import MIB, Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.record import FailedLine
-from stockade.sandbox.settings import Lifetime
+from stockade.sandbox.settings import Lifetime, SpawnerSettings
 from stockade.sandbox.spawner_start import start_spawner
 from stockade.sandbox.system_steps import Keep
 from stockade.sandbox.zygote import Ground, Zygote
@@ -175,6 +177,21 @@ def test_path_that_cannot_be_shown_stops_the_start_with_its_reason(
             assert word in str(raised.value)
     finally:
         client.close()
+
+
+@needs_root
+def test_spawner_that_cannot_be_set_up_leaves_neither_group_nor_process(place: Path) -> None:
+    settings = SpawnerSettings(
+        worker_id=place.name, runtime_dir=str(place / "run"), state_dir=str(place / "state"),
+        supervisor_uid=0, supervisor_gid=0, uid_min=1879045000, uid_max=1879045010,
+        view=View(read_only_paths=("/nonexistent",)),
+    )  # fmt: skip
+    with pytest.raises(SandboxSetupError, match="cannot keep /nonexistent"):
+        start_spawner(settings)
+    mount = cgroup.find_mount()
+    assert mount is not None
+    eventually(lambda: not [path for path, _, _ in os.walk(mount) if place.name in path])
+    eventually(lambda: not processes_that_name(place.name))
 
 
 @needs_root
