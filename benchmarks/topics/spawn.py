@@ -74,6 +74,7 @@ def _all_ways(topic: Topic, stamp: str | None) -> Iterator[dict[str, Way]]:
             except UnavailableError as error:
                 topic.skipped[name] = str(error)
 
+        add("Stockade's hops in C", ways.hops())
         add("asyncio on uvloop", ways.uvloop_subprocess())
         add("bubblewrap", ways.bubblewrap())
         add("runexec", containers.runexec())
