@@ -35,6 +35,12 @@ LIMITS = {
     "limit_fsize": "12M",
 }
 TIMEOUT_S = 4
+# A machine may be slow, and what is not to be ended by its timeout has time.
+PATIENCE = 15
+ENDED_BY_TIMEOUT = {
+    "cpu-endless-loop", "cpu-eight-loops", "output-flood", "pids-comet", "pids-fork-bomb",
+    "signal-ignores-term", "signal-stops-itself",
+}  # fmt: skip
 IS_ROOT = os.geteuid() == 0
 
 Report = dict[str, Any]
@@ -98,12 +104,13 @@ ORACLES: dict[str, Callable[[Report], bool]] = {
     "pids-comet": lambda r: r["status"] in ("success", "timeout"),
     "pids-threads": lambda r: "can't start new thread" in r["output"],
     "fs-fill-workdir": lambda r: int(lines(r)[-1].removeprefix("n=")) < 20,
-    "fs-sparse-1t": lambda r: r["status"] in ("success", "failed") and r["wall_s"] < 4,
+    "fs-sparse-1t": lambda r: r["status"] in ("success", "failed"),
     "output-flood": lambda r: timed_out(r) and r["output_truncated"],
     "output-one-long-line": lambda r: (
         succeeded(r) and r["output_bytes"] == 300_004 and r["output_truncated"]
     ),
-    "output-held-by-daemon": lambda r: succeeded(r) and r["output"] == "hi\n" and r["wall_s"] < 2,
+    # The daemon would sleep for 30 s.
+    "output-held-by-daemon": lambda r: succeeded(r) and r["output"] == "hi\n" and r["wall_s"] < 15,
     "output-not-text": lambda r: succeeded(r) and r["output_bytes"] == 11,
     "output-closed-early": lambda r: r["exit_code"] == 7 and r["wall_s"] >= 0.9,
     "signal-ignores-term": timed_out,
@@ -143,8 +150,9 @@ ORACLES: dict[str, Callable[[Report], bool]] = {
     "privilege-raw-syscalls": lambda r: (
         len(lines(r)) == 9 and all(line.split()[1] in ("EPERM", "ENOSYS") for line in lines(r))
     ),
+    # An error number for each: a connect that ran into its timeout has none.
     "net-reach-out": lambda r: (
-        succeeded(r) and len(lines(r)) == 3 and "CONN" not in r["output"] and r["wall_s"] < 2
+        succeeded(r) and len(lines(r)) == 3 and all(line.isdigit() for line in lines(r))
     ),
     "privilege-foreign-abi": lambda r: "BYPASS" not in r["output"] and "rm" not in r["output"],
     "network-unix-sockets": lambda r: succeeded(r) and "CONNECTED" not in r["output"],
@@ -189,7 +197,9 @@ class Attacked:
         self.url = worker.url
         self._count = 0
 
-    def run(self, script: str, timeout_s: float, profile: str = "process") -> Report:
+    def run(
+        self, script: str, profile: str = "process", timeout_s: float = PATIENCE * TIMEOUT_S
+    ) -> Report:
         """Dispatches one script; its terminal report with the output apart."""
         self._count += 1
         key = f"attack-{self._count}"
@@ -198,7 +208,7 @@ class Attacked:
             timeout_seconds=timeout_s, profile=profile, limits=LIMITS,
         )  # fmt: skip
         assert status == 202, answer
-        report = dict(self.scheduler.terminal_report(key, 60))
+        report = dict(self.scheduler.terminal_report(key, timeout_s + 60))
         message = report["error_message"]
         reason = report["reason"] or ""
         report["output"] = message if report["status"] == "success" else message[len(reason) + 1 :]
@@ -250,10 +260,14 @@ def test_attack_is_contained(attacked: Attacked, attack: dict[str, Any], profile
     script = attack["script"].strip()
     if attack["id"] == "network-drive-own-worker":
         script = f"export WORKER_PORT={attacked.url.rpartition(':')[2]}\n{script}"
-    report = attacked.run(script, attack.get("timeout_s", TIMEOUT_S), profile)
+    timeout_s = attack.get("timeout_s", TIMEOUT_S)
+    if attack["id"] not in ENDED_BY_TIMEOUT:
+        timeout_s *= PATIENCE
+    report = attacked.run(script, profile, timeout_s)
     assert report["profile"] == profile
     assert ORACLES.get(attack["id"], succeeded)(report), json.dumps(report)
-    assert attacked.run("echo harmless", TIMEOUT_S, profile)["output"] == "harmless\n"
+    harmless = attacked.run("echo harmless", profile)
+    assert (harmless["status"], harmless["output"]) == ("success", "harmless\n"), harmless
     attacked.check_nothing_left()
     eventually(lambda: attacked.descriptors() <= before + 1)
 
@@ -270,7 +284,7 @@ def test_task_cannot_cancel_another_through_the_workers_port(attacked: Attacked)
     )
     attack = next(a for a in ATTACKS if a["id"] == "network-drive-own-worker")
     port = attacked.url.rpartition(":")[2]
-    attacked.run(f"export WORKER_PORT={port}\n{attack['script']}", TIMEOUT_S)
+    attacked.run(f"export WORKER_PORT={port}\n{attack['script']}")
     assert attacked.scheduler.terminal_report("victim", 60)["status"] == "success"
 
 
@@ -282,11 +296,11 @@ import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 print(os.readlink('/proc/self/exe') != '', libc.ptrace(16, os.getppid(), 0, 0), ctypes.get_errno())
 " """
-    assert attacked.run(script, TIMEOUT_S)["output"].split() == ["True", "-1", "1"]
+    assert attacked.run(script)["output"].split() == ["True", "-1", "1"]
 
 
 def test_host_facts_are_told_in_each_report(attacked: Attacked) -> None:
-    report = attacked.run("true", TIMEOUT_S)
+    report = attacked.run("true")
     lacks = {"memory": "memory_max", "pids": "tasks_max", "cpu": "cpu_quota"}
     for controller, feature in lacks.items():
         assert (feature in report["degraded"]) == (controller not in probe().controllers)
