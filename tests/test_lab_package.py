@@ -6,17 +6,29 @@ packages come from tests/package_lab, next to the checkout.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
-import subprocess
 import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from installed_host import (
+    CONFIG,
+    PATIENCE_S,
+    UNIT,
+    URL,
+    Host,
+    begin,
+    command,
+    files,
+    fresh_host,
+    main_pid,
+    scope,
+    show,
+    started_anew,
+)
 from recording_scheduler import RecordingScheduler
 from spawner_client import lives
 from worker_process import eventually, processes_that_name
@@ -33,83 +45,6 @@ pytestmark = [
     ),
 ]
 
-PATIENCE_S = 300.0
-UNIT = "stockade.service"
-URL = "http://127.0.0.1:8081"
-CONFIG = Path("/etc/stockade/stockade.toml")
-# What apt and dpkg write about any package, and systemd about its own doings.
-NOT_OURS = (
-    "/var/lib/dpkg/", "/var/lib/apt/", "/var/cache/", "/var/log/", "/var/tmp/", "/var/lib/systemd/",
-    "/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/subuid", "/etc/subgid",
-    "/var/lib/pam/",
-)  # fmt: skip
-
-
-@dataclasses.dataclass
-class Host:
-    """The host, and the scheduler that its worker reports to.
-
-    Attributes:
-        before: the host's files before the installation.
-    """
-
-    scheduler: RecordingScheduler
-    before: set[str]
-
-    def run(self, instance_id: str, payload: str, **fields: Any) -> None:
-        status, answer = self.scheduler.dispatch(
-            URL, schedule_instance_id=instance_id, payload=payload, **fields
-        )
-        assert status == 202, answer
-
-    def report(self, instance_id: str) -> dict[str, Any]:
-        return self.scheduler.terminal_report(instance_id, deadline_s=PATIENCE_S)
-
-    def sleeper(self, instance_id: str, marker: str, **fields: Any) -> int:
-        """A task that sleeps for so long; its pid."""
-        self.run(instance_id, f"exec sleep {marker}", timeout_seconds=3000, **fields)
-        return eventually(lambda: lives(marker), PATIENCE_S)[0]
-
-    def finish(self, instance_id: str, pid: int) -> dict[str, Any]:
-        os.kill(pid, signal.SIGTERM)
-        return self.report(instance_id)
-
-
-def command(*arguments: str, status: int = 0) -> str:
-    ended = subprocess.run(
-        arguments, capture_output=True, text=True, check=False, timeout=PATIENCE_S,
-        env={"DEBIAN_FRONTEND": "noninteractive", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-    )  # fmt: skip
-    assert ended.returncode == status, f"{arguments}: {ended.stdout}{ended.stderr}"
-    return ended.stdout + ended.stderr
-
-
-def show(name: str, unit: str = UNIT) -> str:
-    return command("systemctl", "show", "--value", "-p", name, unit).strip()
-
-
-def main_pid() -> int:
-    return int(show("MainPID"))
-
-
-def scope() -> str:
-    (name,) = command(
-        "systemctl", "list-units", "--plain", "--no-legend", "--type=scope", "stockade-*"
-    ).split("\n")[:1]
-    return name.split()[0] if name else ""
-
-
-def files() -> set[str]:
-    """All paths where a package or a service leaves things."""
-    found = set()
-    for top in ("/etc", "/usr", "/var", "/opt", "/run/stockade"):
-        for directory, names, plain in os.walk(top):
-            found |= {os.path.join(directory, name) for name in [*names, *plain]}
-    return {
-        path for path in found
-        if not path.startswith(NOT_OURS) and "__pycache__" not in path
-    }  # fmt: skip
-
 
 def package(*, is_next: bool) -> str:
     (found,) = (path for path in PACKAGES.glob("*.deb") if ("+next" in path.name) == is_next)
@@ -118,8 +53,8 @@ def package(*, is_next: bool) -> str:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    with RecordingScheduler() as scheduler:
-        yield Host(scheduler, files())
+    with fresh_host() as found:
+        yield found
 
 
 def test_install_enables_and_starts_nothing(host: Host) -> None:
@@ -136,18 +71,7 @@ def test_install_enables_and_starts_nothing(host: Host) -> None:
 
 
 def test_two_lines_and_one_command_make_a_worker_that_runs(host: Host) -> None:
-    text = CONFIG.read_text()
-    for line, ours in (
-        ('#listen = "127.0.0.1:8081"', 'listen = "127.0.0.1:8081"'),
-        ('#scheduler = ""', f'scheduler = "{host.scheduler.url}"'),
-    ):
-        section, _, rest = text.partition("[http]")
-        text = section + "[http]" + rest.replace(line, ours, 1)
-    CONFIG.write_text(text)
-    command("systemctl", "enable", "--now", UNIT)
-    assert show("Type") == "notify"
-    eventually(lambda: show("StatusText") == "0 running, 0 queued, 0 undelivered", PATIENCE_S)
-    host.scheduler.wait_for(lambda s: s.workers, deadline_s=PATIENCE_S)
+    begin(host)
 
 
 def test_a_task_of_each_profile_runs(host: Host) -> None:
@@ -208,16 +132,6 @@ def test_supervisor_is_hardened_and_spawner_and_task_have_what_is_theirs(host: H
     assert Path(f"/proc/{main_pid()}/oom_score_adj").read_text().strip() == "-900"
     assert cgroup.group_of(main_pid()) == f"/system.slice/{UNIT}"
     host.finish("status", task)
-
-
-def started_anew(before: int) -> int:
-    """The main process, once another one than ``before`` serves."""
-
-    def look() -> int:
-        pid = main_pid()
-        return pid if pid not in (0, before) and show("SubState") == "running" else 0
-
-    return eventually(look, PATIENCE_S)
 
 
 def test_task_lives_through_kill_9_of_the_main_process_and_is_reported(host: Host) -> None:
@@ -319,6 +233,41 @@ def test_watchdog_ends_a_stopped_event_loop_and_the_task_lives(host: Host) -> No
     assert int(show("NRestarts")) >= 1
     assert lives("72006") == [task]
     host.finish("watched", task)
+
+
+def test_a_token_comes_as_a_credential_and_no_task_reads_it(host: Host) -> None:
+    secret = Path("/etc/stockade/token")
+    secret.write_text("a word between us\n")
+    secret.chmod(0o600)
+    drop_in = Path(f"/etc/systemd/system/{UNIT}.d/token.conf")
+    drop_in.parent.mkdir()
+    drop_in.write_text(f"[Service]\nLoadCredential=token:{secret}\n")
+    credential = f"/run/credentials/{UNIT}/token"
+    plain = CONFIG.read_text()
+    with RecordingScheduler(token="a word between us") as scheduler:
+        secured = Host(scheduler, host.before)
+        lines = f'[http]\ntoken_file = "{credential}"'
+        text = plain.replace("[http]", lines, 1).replace(host.scheduler.url, scheduler.url)
+        CONFIG.write_text(text)
+        command("systemctl", "daemon-reload")
+        command("systemctl", "restart", UNIT)
+        try:
+            scheduler.wait_for(lambda s: s.workers, deadline_s=PATIENCE_S)
+            for moment in ("started", "reloaded"):
+                status, _ = host.scheduler.dispatch(URL, schedule_instance_id="x", payload="true")
+                assert status == 401
+                secured.run(moment, f"cat {credential} {secret}; ls /run/credentials; true")
+                assert "a word" not in secured.report(moment)["error_message"]
+                # Read anew by a process that is not root any more.
+                command("systemctl", "reload", UNIT)
+        finally:
+            CONFIG.write_text(plain)
+            drop_in.unlink()
+            drop_in.parent.rmdir()
+            secret.unlink()
+            command("systemctl", "daemon-reload")
+            command("systemctl", "restart", UNIT)
+    eventually(lambda: show("StatusText") == "0 running, 0 queued, 0 undelivered", PATIENCE_S)
 
 
 def test_stop_drains_and_kills_a_stubborn_task_and_leaves_nothing(host: Host) -> None:
