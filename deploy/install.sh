@@ -46,17 +46,16 @@ command -v dpkg >/dev/null && [[ -z ${STOCKADE_FORCE:-} ]] &&
     die "this host has dpkg: build a package with deploy/build-deb (or set STOCKADE_FORCE=1)"
 python=$(command -v "${PYTHON:-python3}") || die "cannot find ${PYTHON:-python3}: name one in PYTHON"
 
-# Beside the old one, which runs until the new one is whole.
-work=$(mktemp -d)
+# Beside the old one, which runs until the new one is whole, and is then exchanged for it by renames.
+mkdir -p "$(dirname "$prefix")"
+work=$(mktemp -d "$prefix.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 "$here/bundle" "$work" "$prefix" "$python"
 "$here/finish" "$work" "$prefix" "$usr"
 if [[ -d $prefix ]]; then
-    mv "$prefix" "$prefix.old"
+    mv "$prefix" "$work/old"
 fi
-mkdir -p "$(dirname "$prefix")"
 mv "$work$prefix" "$prefix"
-rm -rf "$prefix.old"
 cp -a "$work/etc" "$work/usr" /
 mkdir -p /etc/stockade
 [[ -e /etc/stockade/stockade.toml ]] || install -m 640 "$here/stockade.toml" /etc/stockade/stockade.toml
