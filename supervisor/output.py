@@ -156,7 +156,9 @@ class OutputStore:
             OSError: it cannot be removed.
         """
         for suffix in _SUFFIXES:
-            self._path(seq, suffix).unlink(missing_ok=True)
+            # Each task comes here twice, most have nothing, and a Path is dear.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._directory}/{seq:d}{suffix}")
 
     def _capture(self, seq: int, output_max: int | StoreDefault | None) -> Capture:
         limit = self._output_max if isinstance(output_max, StoreDefault) else output_max

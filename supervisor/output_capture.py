@@ -138,7 +138,8 @@ class Capture:
                 if error.errno != errno.EINVAL:
                     self._end_head(error)
         length = os.readv(fd, [self._buffer])
-        self._keep(self._buffer[:length])
+        if length:
+            self._keep(self._buffer[:length])
         return length
 
     def _open_head_for(self, fd: int) -> bool:

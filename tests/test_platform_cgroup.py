@@ -106,6 +106,22 @@ def test_attach_moves_a_process(group, sleeper):
 
 
 @needs_cgroup
+def test_a_list_that_is_longer_than_a_page_is_read_whole(group):
+    loop = "echo $$ > $0/cgroup.procs; i=0; while [ $i -lt 900 ]; do sleep 60 & i=$((i + 1)); done"
+    shell = subprocess.Popen(
+        ["sh", "-c", f"{loop}; echo; wait", group.path], stdout=subprocess.PIPE
+    )
+    try:
+        assert shell.stdout.read(1) == b"\n"
+        assert len(set(group.procs)) == 901
+    finally:
+        group.kill()
+        shell.communicate()
+        wait_until_empty(fd := group.events_fd())
+        os.close(fd)
+
+
+@needs_cgroup
 def test_a_populated_group_cannot_be_removed(group, sleeper):
     with pytest.raises(SyscallError, match="EBUSY"):
         group.remove()

@@ -75,6 +75,10 @@ def test_what_comes_through_the_pipe_is_kept_in_order(store: OutputStore) -> Non
 
 def test_a_task_that_prints_nothing_leaves_no_file(store: OutputStore, tmp_path: Path) -> None:
     capture = store.open(1)
+    with pipe() as (read_fd, write_fd):
+        assert capture.feed(read_fd) is Fed.DRAINED
+        os.close(write_fd)
+        assert capture.feed(read_fd) is Fed.CLOSED
     assert capture.excerpt(100) == ""
     capture.finish()
     assert list((tmp_path / "output").iterdir()) == []
