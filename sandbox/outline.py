@@ -70,14 +70,13 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """One task, as a Start asks for it."""
+    """One task, as a Start asks for it, with streams of its own."""
 
     argv: Sequence[bytes]
     environment: Sequence[bytes]
     directory: str | None
     profile: Profile
     limits: Limits
-    own_stdio: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ def _spawner(
         Making.UID: (f"the next free one of {uids}, locked for this slot",) if host.root else None,
         Making.WORK: (_work(without_lost_quota(wanted.limits, host), confinement, host, place),),
         Making.CGROUP: _groups(settings, wanted.limits, host),
-        Making.OUTPUT: ("a FIFO; the task has streams of its own",) if wanted.own_stdio else (),
+        Making.OUTPUT: ("a FIFO; the task has streams of its own",),
         Making.LAUNCHER: (
             "clone3, by the zygote" + ("" if not host.has_cgroup_kill else f" into {SLOT}/init"),
         ),
@@ -220,9 +219,7 @@ def _message(
         uid=settings.uid_min + RESERVED if host.root else None,
         launcher_uid=settings.uid_min,
         filter_program=filter_program,
-        flags=plan.message_flags(
-            confinement, has_cgroup=host.has_cgroup_kill, has_stdio=wanted.own_stdio
-        ),
+        flags=plan.message_flags(confinement, has_cgroup=host.has_cgroup_kill, has_stdio=True),
     )  # fmt: skip
 
 

@@ -49,6 +49,10 @@ def test_output_and_error_output_stay_apart() -> None:
     assert len(lines) <= 2
 
 
+def test_command_starts_with_the_usual_umask_whatever_the_callers_is() -> None:
+    assert stockade_run("--", "sh", "-c", "umask", umask=0o077).stdout == b"0022\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "error_code"),
     [

@@ -29,7 +29,6 @@ def print_plan(
         directory=plan.directory,
         profile=profile,
         limits=limits,
-        own_stdio=True,
     )
     steps = outline(wanted, settings_of(directory, profile, view), Facts.gather(host))
     missing = capabilities.missing(profile, limits, host, view)
