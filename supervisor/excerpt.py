@@ -26,15 +26,13 @@ def excerpt(head: bytes, tail: bytes, total: int, limit_bytes: int) -> str:
         limit_bytes: 0 or more.
     """
     if total <= len(head) + len(tail):
+        # Nothing is missing: where the two meet means nothing, either end may reach past it.
+        head = tail = head + tail
         # No byte gives less than one byte of text, so what is longer than the limit never fits.
         if total <= limit_bytes:
-            whole = _clean((head + tail).decode(errors="replace"))
+            whole = _clean(head.decode(errors="replace"))
             if len(whole.encode()) <= limit_bytes:
                 return whole
-        # The two may meet anywhere: show each end as many bytes as it can use.
-        missing_head = max(0, limit_bytes - len(head))
-        missing_tail = max(0, limit_bytes - len(tail))
-        head, tail = head + tail[:missing_head], head[len(head) - missing_tail :] + tail
     marker = MARKER_FORM.format(total=total)
     room = limit_bytes - len(marker)
     if room < LEAST_ROOM_BYTES:

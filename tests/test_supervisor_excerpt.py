@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,13 @@ def test_any_bytes_give_valid_text_within_the_limit(
     text = excerpt(data[:split], data[split:], len(data) + missing, limit)
     assert len(text.encode("utf-8", "strict")) <= limit
     assert "\0" not in text
+
+
+@pytest.mark.parametrize("missing", [0, 1000])
+def test_bytes_that_are_no_text_and_so_grow_stay_within_the_limit(missing: int) -> None:
+    for limit in range(300):
+        text = excerpt(b"\xff" * 200, b"\xff" * 200, 400 + missing, limit)
+        assert limit - 8 < len(text.encode()) <= limit
 
 
 @settings(deadline=None)
@@ -89,6 +97,7 @@ def test_a_limit_without_room_for_the_marker_gives_the_end() -> None:
     assert excerpt(b"a" * 50, b"z" * 50, 100, limit) == "z" * limit
     assert excerpt(b"a" * 50, b"z" * 50, 100, limit + 1).startswith("aaaa\n[")
     assert excerpt(b"a" * 100, b"", 100, 3) == "aaa"
+    assert excerpt(b"ab", b"", 100, 1) == "b"
     assert excerpt(b"a", b"", 1, 0) == ""
 
 
