@@ -36,9 +36,7 @@ def _move(event: Event, assignments: str = "") -> str:
 _MOVES: Final[dict[Event, str]] = {
     Event.START: _move(Event.START, ", started_at = ?"),
     Event.REQUEUE: _move(Event.REQUEUE, ", started_at = NULL"),
-    Event.END: _move(
-        Event.END, ", finished_at = ?, outcome = ?, excerpt = ?, stored_bytes = ?, error = ''"
-    ),
+    Event.END: _move(Event.END, ", finished_at = ?, outcome = ?, excerpt = ?, stored_bytes = ?"),
     Event.DELIVER: _move(Event.DELIVER, ", closed_at = ?, attempts = attempts + ?"),
     Event.REFUSE: _move(Event.REFUSE, ", error = ?, attempts = attempts + ?"),
     Event.RESEND: _move(Event.RESEND),

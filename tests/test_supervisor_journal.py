@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import threading
@@ -179,8 +180,46 @@ def test_the_same_id_of_another_scheduler_is_another_task(path: Path) -> None:
         assert one.is_new
         assert two.is_new
         assert [row.seq for row in await journal.find("id")] == [one.row.seq, two.row.seq]
+        for task in (one, two):
+            again = await journal.accept(task.row.dispatch)
+            assert (again.is_new, again.row.seq) == (False, task.row.seq)
 
     with_journal(path, body)
+
+
+def test_each_time_in_a_row_is_that_of_its_event(path: Path) -> None:
+    now = 1000.0
+
+    async def run() -> None:
+        nonlocal now
+        journal = await Journal.open(path, clock=lambda: now)
+        seq = (await journal.accept(Dispatch(instance_id="a"))).row.seq
+        for event, started_at, finished_at in (
+            (Event.START, 1001.0, None),
+            (Event.REQUEUE, None, None),
+            (Event.START, 1003.0, None),
+            (Event.END, 1003.0, 1004.0),
+        ):
+            now += 1
+            await EVENTS[event](journal, seq)
+            row = await get(journal, seq)
+            assert (row.accepted_at, row.started_at, row.finished_at, row.closed_at) == (
+                1000.0, started_at, finished_at, None,
+            )  # fmt: skip
+        await journal.deliver(seq)
+        closed_at = (await get(journal, seq)).closed_at
+        assert closed_at is not None
+        # By the journal's own clock, which nobody moves.
+        assert closed_at > 1000.0
+        begun = await journal.accept(Dispatch(instance_id="b"), initial=State.RUNNING)
+        assert begun.row.started_at == begun.row.accepted_at == now
+        assert (await get(journal, begun.row.seq)).started_at == now
+        waiting = await journal.accept(Dispatch(instance_id="c"))
+        assert waiting.row.started_at is None
+        assert (await get(journal, waiting.row.seq)).started_at is None
+        await journal.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("instance_id", ["../x", "a'b\";--", "\N{SNOWMAN}", "x" * 256, "a\nb", "%"])
@@ -370,6 +409,20 @@ def test_a_remembered_cancel_ends_with_the_dedup_ttl(path: Path) -> None:
     with_journal(path, body)
 
 
+def test_a_cancel_asked_for_again_is_remembered_from_then_on(path: Path) -> None:
+    with_journal(path, Journal.unfinished)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        store = JournalStore(connection)
+        for asked_at in (1.0, 5.0):
+            store.remember_cancel("a", asked_at)
+        store.expire_cancels(3.0)
+        encoded = encode_dispatch(Dispatch(instance_id="a"))
+        assert store.accept(encoded, State.ACCEPTED, 6.0).cancelled_before
+        # A duplicate is no task to be cancelled.
+        store.remember_cancel("a", 7.0)
+        assert not store.accept(encoded, State.ACCEPTED, 8.0).cancelled_before
+
+
 def test_only_delivered_and_dropped_tasks_leave_the_duplicate_check(path: Path) -> None:
     async def body(journal: Journal) -> None:
         seqs = {state: await add(journal, state.value, *PATHS[state]) for state in State}
@@ -425,8 +478,13 @@ def test_the_history_drops_the_oldest_past_its_size(path: Path) -> None:
         for seq in reversed(seqs):  # oldest is what was delivered first
             await journal.deliver(seq)
         assert await journal.sweep(0, history_bytes=10**9) == []
+        size = int(await journal.get_meta(".history_bytes") or 0)
+        assert await journal.sweep(0, history_bytes=size) == []
+        one = size // 10
+        assert await journal.sweep(0, history_bytes=size - one) == seqs[9:]
+        assert await journal.sweep(0, history_bytes=size - 2 * one - 1) == seqs[7:9]
         gone = await journal.sweep(0, history_bytes=350_000)
-        assert gone == seqs[3:]
+        assert gone == seqs[3:7]
         assert [row.seq for row in await journal.recent(100)] == seqs[:3][::-1]
         assert await journal.unknown(seqs) == seqs[3:]
         assert await journal.sweep(0, history_bytes=350_000) == []
@@ -483,6 +541,23 @@ def test_lists_do_not_carry_long_payloads(path: Path) -> None:
         assert (await get(journal, seq)).dispatch.payload == "x" * 1024
 
     with_journal(path, body)
+
+
+def test_a_long_dispatch_goes_from_the_file_with_its_duplicate_check_and_not_before(
+    path: Path,
+) -> None:
+    async def body(journal: Journal) -> None:
+        for instance_id in ("gone", "kept"):
+            await add(journal, instance_id, *PATHS[State.FINISHED], payload="x" * 3000)
+        await journal.deliver((await journal.find("gone"))[0].seq)
+        await journal.sweep(0)
+
+    with_journal(path, body)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute(
+            "SELECT instance_id FROM payloads JOIN tasks USING (seq)"
+        ).fetchall() == [("kept",)]
+        assert connection.execute("SELECT count(*) FROM payloads").fetchone() == (1,)
 
 
 def test_changing_the_state_of_a_long_dispatch_does_not_write_it_again(path: Path) -> None:
