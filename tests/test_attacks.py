@@ -33,6 +33,7 @@ LIMITS = {
     "workdir_max": "16M",
     "workdir_inodes_max": 2000,
     "limit_fsize": "12M",
+    "timeout_stop": "1s",
 }
 TIMEOUT_S = 4
 # A machine may be slow, and what is not to be ended by its timeout has time.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from both_links import over_both_links
 from recording_scheduler import RecordingScheduler
 from worker_process import DEADLINE_S, WorkerProcess, eventually
 
@@ -63,6 +64,7 @@ def test_one_id_a_thousand_times_at_once_runs_once(
     assert scheduler.kinds("t") == ["ack", "running", "success"]
 
 
+@over_both_links
 def test_id_after_its_ttl_runs_no_second_copy_while_it_runs_and_a_new_task_once_it_ended(
     scheduler: RecordingScheduler, make_worker: MakeWorker, runs: Path, place: Path
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 
 import psutil
@@ -206,22 +205,6 @@ def test_type_in_another_case_is_sandboxed_all_the_same(
         assert worker.uid_min <= int(uid) < worker.uid_min + 200
 
 
-def test_id_that_outlives_the_dedup_ttl_runs_one_copy(
-    scheduler: RecordingScheduler, make_worker: MakeWorker
-) -> None:
-    worker = make_worker(worker="dedup_ttl = '1s'\ndedup_sweep = '1s'")
-    runs = worker.place / "runs"
-    runs.touch()
-    runs.chmod(0o666)
-    send(scheduler, worker, "a", f"echo run >> {runs}; sleep 5")
-    end = time.monotonic() + 4
-    while time.monotonic() < end:
-        send(scheduler, worker, "a", "echo another >> {runs}")
-        time.sleep(0.5)
-    assert scheduler.terminal_report("a", DEADLINE_S)["status"] == "success"
-    assert runs.read_text() == "run\n"
-
-
 def test_scheduler_that_never_answers_delays_no_task(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:
@@ -234,6 +217,9 @@ def test_scheduler_that_never_answers_delays_no_task(
     # Well below the 10 s that one attempt at a report may take.
     eventually(lambda: mark.read_text() == "ran\n", 8)
     scheduler.behave()
+    # Cuts the calls that hang.
+    scheduler.stop()
+    scheduler.start()
     assert scheduler.terminal_report("a", DEADLINE_S)["status"] == "success"
 
 
@@ -272,7 +258,7 @@ def test_many_timeouts_leave_no_zombie(
 ) -> None:
     worker = make_worker(worker="max_concurrency = 40")
     for number in range(200):
-        send(scheduler, worker, f"t{number}", "sleep 31003", timeout_seconds=1)
+        send(scheduler, worker, f"t{number}", "sleep 31003", limits={"runtime_max": "200ms"})
     for number in range(200):
         assert scheduler.terminal_report(f"t{number}", DEADLINE_S)["status"] == "timeout"
     assert worker.process is not None

@@ -319,14 +319,21 @@ def test_a_default_beyond_the_maximum_is_lowered_to_it():
     assert loaded.sources["limits.memory_max"] == "default (lowered to limits.max.memory_max)"
 
 
-def test_a_limit_set_beyond_its_maximum_is_refused():
-    message = refusal(overrides={"limits.memory_max": "1G", "limits.max.memory_max": "64M"})
-    assert "cannot use limits.memory_max (flag --memory-max)" in message
-
-
-def test_a_grace_set_longer_than_the_longest_run_is_refused_with_the_reason():
-    message = refusal(overrides={"limits.timeout_stop": "10s", "limits.runtime_max": "5s"})
-    assert "grace after the deadline is longer than limits.runtime_max" in message
+@pytest.mark.parametrize(
+    ("set_together", "told"),
+    [
+        (
+            {"limits.memory_max": "1G", "limits.max.memory_max": "64M"},
+            "cannot use limits.memory_max (flag --memory-max)",
+        ),
+        (
+            {"limits.timeout_stop": "10s", "limits.runtime_max": "5s"},
+            "grace after the deadline is longer than limits.runtime_max",
+        ),
+    ],
+)
+def test_a_limit_set_beyond_what_another_allows_is_refused_with_the_reason(set_together, told):
+    assert told in refusal(overrides=set_together)
 
 
 def test_the_default_grace_gives_way_to_a_shorter_run():
@@ -543,23 +550,34 @@ def test_a_token_that_everyone_can_read_is_warned_of(tmp_path):
 # Places
 
 
-def test_roots_places_are_fixed_whatever_the_environment_says():
-    made = host_defaults({"XDG_STATE_HOME": "/x", "XDG_RUNTIME_DIR": "/x", "HOME": "/x"}, uid=0)
-    assert made["worker.state_dir"]() == Path("/var/lib/stockade")
-    assert made["worker.runtime_dir"]() == Path("/run/stockade")
-
-
-def test_a_users_places_follow_xdg():
-    environ = {"XDG_STATE_HOME": "/s", "XDG_RUNTIME_DIR": "/r", "HOME": "/h"}
-    made = host_defaults(environ, uid=4242)
-    assert made["worker.state_dir"]() == Path("/s/stockade")
-    assert made["worker.runtime_dir"]() == Path("/r/stockade")
-
-
-def test_a_users_places_without_xdg_are_below_home_and_in_tmp():
-    made = host_defaults({"HOME": "/h", "XDG_STATE_HOME": "relative"}, uid=4242)
-    assert made["worker.state_dir"]() == Path("/h/.local/state/stockade")
-    assert made["worker.runtime_dir"]() == Path("/tmp/stockade-4242")
+@pytest.mark.parametrize(
+    ("uid", "environ", "state", "runtime"),
+    [
+        (
+            0,
+            {"XDG_STATE_HOME": "/x", "XDG_RUNTIME_DIR": "/x", "HOME": "/x"},
+            "/var/lib/stockade",
+            "/run/stockade",
+        ),
+        (
+            4242,
+            {"XDG_STATE_HOME": "/s", "XDG_RUNTIME_DIR": "/r", "HOME": "/h"},
+            "/s/stockade",
+            "/r/stockade",
+        ),
+        (
+            4242,
+            {"HOME": "/h", "XDG_STATE_HOME": "relative"},
+            "/h/.local/state/stockade",
+            "/tmp/stockade-4242",
+        ),
+    ],
+    ids=["root", "user with xdg", "user without xdg"],
+)
+def test_places_of_root_are_fixed_and_a_users_follow_xdg_or_home(uid, environ, state, runtime):
+    made = host_defaults(environ, uid=uid)
+    assert made["worker.state_dir"]() == Path(state)
+    assert made["worker.runtime_dir"]() == Path(runtime)
 
 
 def test_a_user_without_home_must_name_a_state_directory():

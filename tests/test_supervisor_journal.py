@@ -142,6 +142,16 @@ def test_the_journal_allows_just_what_the_table_allows(
     with_journal(path, body)
 
 
+@pytest.mark.parametrize("state", sorted(set(State) - {State.ACCEPTED, State.RUNNING}))
+def test_a_new_task_waits_or_runs(path: Path, state: State) -> None:
+    async def body(journal: Journal) -> None:
+        with pytest.raises(InvalidTransitionError, match=f"cannot accept a task as {state}"):
+            await journal.accept(Dispatch(instance_id="a"), initial=state)
+        assert await journal.find("a") == []
+
+    with_journal(path, body)
+
+
 @pytest.mark.parametrize("event", list(Event))
 def test_an_unknown_task_takes_no_event(path: Path, event: Event) -> None:
     async def body(journal: Journal) -> None:

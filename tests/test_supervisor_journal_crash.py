@@ -277,6 +277,23 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     assert b"Permission denied; its directory must exist and be writable" in done.stdout
 
 
+def test_a_program_that_ends_without_closing_is_not_held_up(path: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio, sys
+        from pathlib import Path
+        from stockade.supervisor.dispatch import Dispatch
+        from stockade.supervisor.journal import Journal
+
+        async def main():
+            journal = await Journal.open(Path(sys.argv[1]))
+            await journal.accept(Dispatch(instance_id="kept"))
+
+        asyncio.run(main())
+    """)
+    subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)
+    assert len(with_journal(path, unfinished_seqs)) == 1
+
+
 def test_an_absent_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="No such file or directory"):
         with_journal(tmp_path / "absent" / "journal.db", Journal.unfinished)

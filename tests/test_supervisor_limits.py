@@ -196,22 +196,19 @@ def test_a_tighter_wish_is_granted_without_a_note():
     assert (granted.memory_max, granted.cpu_quota, notes) == (64 * MIB, 0.5, ())
 
 
-def test_a_wish_beyond_the_maximum_is_lowered_and_noted():
-    granted, notes = effective(BASE, SMALL_CAP, {"memory_max": "2G"}, None)
-    assert granted.memory_max == 256 * MIB
-    assert notes == ("memory_max lowered from 2G to 256M, the worker's maximum",)
-
-
-def test_a_wish_for_no_limit_is_lowered_too():
-    granted, notes = effective(BASE, SMALL_CAP, {"memory_swap_max": "infinity"}, None)
-    assert granted.memory_swap_max == 0
-    assert notes == ("memory_swap_max lowered from infinity to 0, the worker's maximum",)
-
-
-def test_a_weight_above_the_kernels_default_is_lowered_when_no_maximum_is_set():
-    granted, notes = effective(BASE, SMALL_CAP, {"cpu_weight": 10_000}, None)
-    assert granted.cpu_weight == 100
-    assert notes == ("cpu_weight lowered from 10000 to 100, the worker's maximum",)
+@pytest.mark.parametrize(
+    ("name", "wish", "granted", "least"),
+    [
+        ("memory_max", "2G", 256 * MIB, "256M"),
+        ("memory_swap_max", "infinity", 0, "0"),
+        # No maximum is set: the kernel's default is it.
+        ("cpu_weight", 10_000, 100, "100"),
+    ],
+)
+def test_a_wish_beyond_the_maximum_is_lowered_and_noted(name, wish, granted, least):
+    limits, notes = effective(BASE, SMALL_CAP, {name: wish}, None)
+    assert getattr(limits, name) == granted
+    assert notes == (f"{name} lowered from {wish} to {least}, the worker's maximum",)
 
 
 def test_oom_policy_continue_counts_as_looser_than_kill():
