@@ -323,7 +323,7 @@ class Executor:
             # Nobody has its pipe any more; what an earlier life stored is still worth telling.
             task.open_capture(self._output)
         outcome = completed(task, outcome)
-        excerpt, stored_bytes = "", None
+        excerpt, stored_bytes = "", 0
         if task.capture is not None:
             task.capture.finish()
             excerpt = task.capture.excerpt(self._excerpt_bytes)

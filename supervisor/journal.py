@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
 from stockade.supervisor.dispatch import Dispatch
 from stockade.supervisor.errors import InvalidTransitionError, JournalError
@@ -105,24 +104,19 @@ class Journal:
         """The task was journalled running and, as the spawner proves, never began."""
         await self._move(Event.REQUEUE, seq)
 
-    async def finish(
-        self, seq: int, outcome: Outcome, excerpt: str, stored_bytes: int | None = None
-    ) -> None:
+    async def finish(self, seq: int, outcome: Outcome, excerpt: str, stored_bytes: int = 0) -> None:
         """The task ended; from here on its report is owed.
 
         Args:
             seq: the task.
             outcome: how it ended.
             excerpt: the part of its output that the report carries.
-            stored_bytes: what its output takes on disk, for the history's size limit; None: what
-                it printed, up to the default output_max.
+            stored_bytes: what its output takes on disk, for the history's size limit.
 
         Raises:
             InvalidTransitionError: it had ended before; nothing changed.
             JournalError: not on disk; nothing changed.
         """
-        if stored_bytes is None:
-            stored_bytes = min(outcome.output_bytes or 0, Limits().output_max or 0)
         await self._move(
             Event.END, seq, self._wall(), encode_outcome(outcome), clean_text(excerpt), stored_bytes
         )

@@ -411,10 +411,12 @@ def test_a_cancel_and_its_dispatch_at_once_never_miss_each_other(path: Path) -> 
 
 def test_a_remembered_cancel_ends_with_the_dedup_ttl(path: Path) -> None:
     async def body(journal: Journal) -> None:
-        await journal.remember_cancel("a")
+        for instance_id in ("in time", "late"):
+            await journal.remember_cancel(instance_id)
         await journal.sweep(300)
+        assert (await journal.accept(Dispatch(instance_id="in time"))).cancelled_before
         await journal.sweep(0)
-        assert not (await journal.accept(Dispatch(instance_id="a"))).cancelled_before
+        assert not (await journal.accept(Dispatch(instance_id="late"))).cancelled_before
 
     with_journal(path, body)
 
@@ -538,14 +540,21 @@ def test_a_sweep_goes_in_steps_between_other_operations(
 def test_lists_do_not_carry_long_payloads(path: Path) -> None:
     async def body(journal: Journal) -> None:
         payload = "x" * 1_000_000
-        seq = await add(journal, "long", *PATHS[State.DEAD], payload=payload)
-        assert (await get(journal, seq)).dispatch.payload == payload
+        # What names a task stays whole.
+        name, scheduler = "i" * 2000, "http://" + "s" * 2000
+        dispatch = Dispatch(instance_id=name, scheduler=scheduler, payload=payload)
+        seq = (await journal.accept(dispatch)).row.seq
+        for event in PATHS[State.DEAD]:
+            await EVENTS[event](journal, seq)
+        assert (await get(journal, seq)).dispatch == dispatch
         for rows in (
-            await journal.find("long"),
+            await journal.find(name),
             await journal.recent(1),
             await journal.dead_letters(),
         ):
-            assert [row.dispatch.payload for row in rows] == ["x" * 1024]
+            assert [row.dispatch for row in rows] == [
+                Dispatch(instance_id=name, scheduler=scheduler, payload="x" * 1024)
+            ]
         await journal.drop(seq)
         await journal.sweep(0)
         assert (await get(journal, seq)).dispatch.payload == "x" * 1024
@@ -559,6 +568,7 @@ def test_a_long_dispatch_goes_from_the_file_with_its_duplicate_check_and_not_bef
     async def body(journal: Journal) -> None:
         for instance_id in ("gone", "kept"):
             await add(journal, instance_id, *PATHS[State.FINISHED], payload="x" * 3000)
+        await add(journal, "short")  # whole in its row, and nowhere else
         await journal.deliver((await journal.find("gone"))[0].seq)
         await journal.sweep(0)
 
