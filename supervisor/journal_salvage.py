@@ -38,13 +38,12 @@ _INSERT: Final = (
 )
 
 
-def salvage(damaged: Path, connection: sqlite3.Connection, trust: Trust) -> int:
-    """Copies every live row that can be read, in one transaction; returns how many.
+def salvage(damaged: Path, connection: sqlite3.Connection, trust: Trust) -> None:
+    """Copies every live row that can be read, in one transaction.
 
     Raises:
         sqlite3.Error: the fresh journal cannot be written.
     """
-    copied = 0
     connection.execute("BEGIN IMMEDIATE")
     for values, whole in _readable_rows(damaged):
         try:
@@ -58,43 +57,51 @@ def salvage(damaged: Path, connection: sqlite3.Connection, trust: Trust) -> int:
         cursor = connection.execute(
             _INSERT, (*written, row.dispatch.scheduler, row.dispatch.instance_id)
         )
-        if cursor.rowcount == 1:
-            copied += 1
-            if whole is not None:
-                connection.execute("INSERT INTO payloads VALUES (?, ?)", (row.seq, whole))
+        # The scan from the other end meets what the first one has copied.
+        if cursor.rowcount == 1 and whole is not None:
+            connection.execute("INSERT INTO payloads VALUES (?, ?)", (row.seq, whole))
     connection.execute("COMMIT")
-    return copied
 
 
 def _readable_rows(damaged: Path) -> Iterator[tuple[tuple[Any, ...], bytes | None]]:
     """Every row that a scan from either end reaches, with its whole dispatch where that is apart.
 
     A scan stops at the first page that is wrong; the one from the other end gets what lies behind.
+    What is apart is read through a connection of its own: an error of one statement makes SQLite
+    begin another one's scan anew, and it would never end.
     Read-only, so the damaged file and its log stay as they were found; SQLite then needs a -shm
     file beside them, and makes an empty log where there is none.
     """
-    uri = f"file:{urllib.parse.quote(str(damaged))}?mode=ro"
+    if not damaged.stat().st_size:
+        return  # beside an empty file SQLite deletes the log, even when it may only read
     try:
-        source = sqlite3.connect(uri, uri=True, isolation_level=None)
+        source, beside = _connect(damaged), _connect(damaged)
     except sqlite3.Error:
         return
     try:
-        # Without this SQLite does not even open a file that is shorter than its header says.
-        source.execute("PRAGMA writable_schema=ON")
         for order in ("ASC", "DESC"):
             try:
                 for values in source.execute(
                     f"SELECT {COLUMNS} FROM tasks NOT INDEXED ORDER BY seq {order}"
                 ):
-                    yield values, _whole_dispatch(source, values[0])
+                    yield values, _whole_dispatch(beside, values[0])
             except sqlite3.Error:
                 continue
     finally:
         source.close()
+        beside.close()
         damaged.with_name(damaged.name + "-shm").unlink(missing_ok=True)
         log = damaged.with_name(damaged.name + "-wal")
         if log.exists() and not log.stat().st_size:
             log.unlink()
+
+
+def _connect(damaged: Path) -> sqlite3.Connection:
+    uri = f"file:{urllib.parse.quote(str(damaged))}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+    # Without this SQLite does not even open a file that is shorter than its header says.
+    connection.execute("PRAGMA writable_schema=ON")
+    return connection
 
 
 def _whole_dispatch(source: sqlite3.Connection, seq: Any) -> bytes | None:

@@ -29,6 +29,8 @@ from stockade.supervisor.states import State
 
 SUCCESS = Outcome(Status.SUCCESS, exit_code=0)
 PAGE_BYTES = 4096
+# Of payloads: kept in the row, and apart from it.
+SHORT, LONG = 1500, 3000
 needs_mount = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a tmpfs needs root"
 )
@@ -340,7 +342,7 @@ async def add_tasks(journal: Journal, count: int = 400) -> dict[State, list[int]
     async def add(number: int) -> None:
         state = list(seqs)[number % 3]
         accepted = await journal.accept(
-            Dispatch(instance_id=str(number), payload="x" * 1500),
+            Dispatch(instance_id=str(number), payload="x" * (LONG if number % 8 == 0 else SHORT)),
             initial=State.RUNNING if state is State.RUNNING else State.ACCEPTED,
         )
         if state is State.FINISHED:
@@ -399,26 +401,40 @@ def test_a_damaged_journal_is_set_aside_and_what_can_be_read_goes_on(
     monkeypatch.setattr(journal_file, "FULL_CHECK_BYTES", full_check_bytes)
     seqs = with_journal(path, add_tasks)
     damage(path)
-    remains = path.read_bytes()
+    remains = {
+        name.removeprefix(path.name): (path.parent / name).read_bytes()
+        for name in os.listdir(path.parent)
+    }
     highest = max(max(group) for group in seqs.values())
 
     async def body(journal: Journal) -> None:
         assert journal.damaged is not None
         assert journal.damaged.name.startswith("journal.db.damaged-")
-        assert journal.damaged.read_bytes() == remains
+        # As they were found, with nothing beside them that looking at them makes.
+        assert remains == {
+            name.removeprefix(journal.damaged.name): (path.parent / name).read_bytes()
+            for name in os.listdir(path.parent)
+            if name.startswith(journal.damaged.name)
+        }
         # Another spawner's word would be needed to call a task unstarted: none is remembered.
         assert await journal.get_meta("spawner_token") is None
         fresh = await journal.accept(Dispatch(instance_id="fresh"))
         assert fresh.row.seq > highest
         rows = [row for row in await journal.recent(1000) if row.seq != fresh.row.seq]
         assert (len(rows) > 50) == is_salvaged
+        whole = 0
         for row in rows:
             # What reads as accepted may have run since: it must never run again.
             (before,) = [state for state, group in seqs.items() if row.seq in group]
             expected = State.RUNNING if before is State.ACCEPTED else before
             assert row.state is expected
-            assert row.dispatch.payload == "x" * 1500
+            found = await journal.row(row.seq)
+            assert found is not None
+            if int(row.dispatch.instance_id) % 8:
+                assert found.dispatch.payload == "x" * SHORT
+            whole += found.dispatch.payload == "x" * LONG
             assert not (await journal.accept(row.dispatch)).is_new
+        assert (whole > 5) == is_salvaged
 
     with_journal(path, body)
     # Once is enough: the next start finds a journal in order.
