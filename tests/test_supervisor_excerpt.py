@@ -98,6 +98,7 @@ def test_a_limit_without_room_for_the_marker_gives_the_end() -> None:
     assert excerpt(b"a" * 50, b"z" * 50, 100, limit + 1).startswith("aaaa\n[")
     assert excerpt(b"a" * 100, b"", 100, 3) == "aaa"
     assert excerpt(b"ab", b"", 100, 1) == "b"
+    assert excerpt(b"ab", b"yz", 100, 1) == "z"
     assert excerpt(b"a", b"", 1, 0) == ""
 
 
