@@ -68,10 +68,13 @@ def test_the_workers_ceiling_is_blamed_when_it_was_what_ran_out() -> None:
 
 
 def test_memory_of_the_host_is_not_blamed_on_a_limit() -> None:
-    found = outcome(KILLED, dataclasses.replace(OOM, own_memory_hits=0))
-    assert found.error_code is ErrorCode.OOM_KILLED
-    assert "no limit of the worker reached" in found.reason
-    assert "memory_max" not in found.reason
+    # The group above the slots may be somebody else's: its hits are no ceiling's of ours.
+    for above in (0, 1):
+        accounts = dataclasses.replace(OOM, own_memory_hits=0, ceiling_memory_hits=above)
+        found = outcome(KILLED, accounts)
+        assert found.error_code is ErrorCode.OOM_KILLED
+        assert "no limit of the worker reached" in found.reason
+        assert "memory_max" not in found.reason
 
 
 def test_sigkill_without_any_evidence_is_from_outside() -> None:
@@ -82,9 +85,48 @@ def test_sigkill_without_any_evidence_is_from_outside() -> None:
     )
 
 
-def test_our_own_kill_is_never_called_one_from_outside() -> None:
-    found = outcome(KILLED, cause=Cause.CANCELLED, text="cancelled")
-    assert (found.status, found.reason) == (Status.CANCELLED, "cancelled")
+@pytest.mark.parametrize(
+    ("cause", "status", "error_code"),
+    [
+        (Cause.TIMEOUT, Status.TIMEOUT, ErrorCode.TIMEOUT),
+        (Cause.CANCELLED, Status.CANCELLED, ErrorCode.CANCELLED),
+        (Cause.MEMORY, Status.FAILED, ErrorCode.OOM_KILLED),
+        (Cause.START_DEADLINE, Status.FAILED, ErrorCode.SPAWN_FAILED),
+        (Cause.LOST, Status.FAILED, ErrorCode.WORKER_LOST),
+    ],
+)
+def test_our_own_kill_is_told_with_its_cause_and_never_called_one_from_outside(
+    cause: Cause, status: Status, error_code: ErrorCode
+) -> None:
+    found = outcome(KILLED, cause=cause, text="why")
+    assert (found.status, found.error_code, found.reason) == (status, error_code, "why")
+
+
+def test_a_cancel_that_came_without_words_is_called_one() -> None:
+    assert outcome(KILLED, cause=Cause.CANCELLED).reason == "cancelled"
+
+
+def test_a_launcher_that_wrote_nothing_down_is_a_lost_task() -> None:
+    found = outcome(None)
+    assert (found.status, found.error_code) == (Status.FAILED, ErrorCode.WORKER_LOST)
+    assert found.reason == "the launcher ended without a word"
+    assert (found.exit_code, found.signal) == (None, None)
+
+
+def test_exit_status_and_signal_are_told_apart() -> None:
+    assert (outcome(EXIT_3).exit_code, outcome(EXIT_3).signal) == (3, None)
+    assert (outcome(KILLED).exit_code, outcome(KILLED).signal) == (None, "SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("kills", "of_the_group", "victims"),
+    [(1, 0, "1 process"), (1, 1, "1 process"), (4, 1, "3 processes"), (2, 0, "2 processes")],
+)
+def test_the_victim_that_a_kill_of_the_group_counts_twice_is_one(
+    kills: int, of_the_group: int, victims: str
+) -> None:
+    found = outcome(KILLED, Accounts(oom_kills=kills, oom_group_kills=of_the_group))
+    assert found.reason.endswith(f"reached ({victims}, memory.events)")
 
 
 def test_victims_of_a_task_that_went_on_are_told_when_it_fails() -> None:
@@ -108,14 +150,23 @@ def test_victims_of_a_task_that_went_on_are_told_when_it_fails() -> None:
         # From 6.11 on the group above does.
         (Accounts(ceiling_tasks_hits=2, processes_peak=12), Ceilings(tasks_max=90),
          "the worker's tasks_max 90 was reached 2 times"),
+        (Accounts(ceiling_tasks_hits=2), Ceilings(tasks_max=90),
+         "the worker's tasks_max 90 was reached 2 times"),
+        (Accounts(tasks_max_hits=5, processes_peak=12), Ceilings(),
+         "; tasks_max 20 was reached 5 times"),
     ],
 )  # fmt: skip
 def test_refused_forks_are_told_with_whose_limit_it_was(
     accounts: Accounts, ceilings: Ceilings, told: str
 ) -> None:
-    found = outcome(EXIT_3, accounts, limits=Limits(tasks_max=20), ceilings=ceilings)
+    limits = Limits(tasks_max=20)
+    found = outcome(EXIT_3, accounts, limits=limits, ceilings=ceilings)
     assert found.reason.startswith("exit status 3; ")
     assert told in found.reason
+    late = outcome(
+        KILLED, accounts, cause=Cause.TIMEOUT, text="x", limits=limits, ceilings=ceilings
+    )
+    assert told in late.reason
 
 
 def test_throttling_is_told_when_it_may_be_why_time_ran_out() -> None:
@@ -127,6 +178,8 @@ def test_throttling_is_told_when_it_may_be_why_time_ran_out() -> None:
     light = dataclasses.replace(heavy, cpu_periods_throttled=3)
     assert outcome(KILLED, light, cause=Cause.TIMEOUT, text=text, limits=limits).reason == text
     assert outcome(KILLED, heavy, cause=Cause.TIMEOUT, text=text).reason == text
+    # What nobody counted is not told as 0 of 0.
+    assert outcome(KILLED, cause=Cause.TIMEOUT, text=text, limits=limits).reason == text
 
 
 def test_without_a_group_the_peak_is_that_of_the_largest_process() -> None:
@@ -137,9 +190,16 @@ def test_without_a_group_the_peak_is_that_of_the_largest_process() -> None:
     assert outcome(None, cause=Cause.LOST, text="gone").memory_peak_source is None
 
 
+def test_cpu_times_of_a_group_are_told_before_those_of_the_main_process() -> None:
+    found = outcome(EXIT_0, Accounts(cpu_user_s=3.0, cpu_system_s=4.0))
+    assert (found.cpu_user_s, found.cpu_system_s, found.cpu_s) == (3.0, 4.0, 7.0)
+
+
 def test_what_could_not_be_killed_is_named() -> None:
     found = outcome(KILLED, Accounts(survivors=(4, 5)), cause=Cause.TIMEOUT, text="timeout")
     assert found.reason == "timeout; could not be killed: 4, 5 still there"
+    many = outcome(KILLED, Accounts(survivors=tuple(range(20, 40))))
+    assert many.reason.endswith("could not be killed: 20, 21, 22, 23, 24, 25, 26, 27 still there")
 
 
 def test_a_step_that_failed_never_ran() -> None:
@@ -149,3 +209,17 @@ def test_a_step_that_failed_never_ran() -> None:
     )
     assert (found.error_code, found.wall_s) == (ErrorCode.SPAWN_FAILED, None)
     assert "exec: execve: ENOENT (No such file or directory)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("profile", "degraded", "is_confined"),
+    [("process", (), False), ("private", (), True), ("private", ("namespaces",), False)],
+)
+def test_a_profile_is_blamed_for_a_failed_step_only_where_it_holds(
+    profile: str, degraded: tuple[str, ...], is_confined: bool
+) -> None:
+    record = Record(started=STARTED, failed=FailedLine("exec", 2))
+    found = judge(
+        record, Accounts(), Moment(103.0, 1003.0), Limits(), profile=profile, degraded=degraded
+    )
+    assert ("--read-only-paths" in found.reason) == is_confined
