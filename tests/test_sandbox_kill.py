@@ -20,7 +20,7 @@ from stockade.sandbox.kill import InitReach, ScatteredReach, TreeReach
 from stockade.sandbox.limits import Ceilings, Limits
 from stockade.sandbox.slot_groups import SlotGroups
 
-UID = 1879048192 + 4242
+UID = 1879048192 + 4343
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a uid of the slot's own")
 needs_tree = pytest.mark.skipif(
     os.geteuid() != 0 or not probe().has_cgroup_kill, reason="needs a cgroup v2 tree of its own"
@@ -56,6 +56,7 @@ class Launched:
         )
         self.pid = self.process.pid
         self.pidfd = pidfd.open_pidfd(self.pid)
+        self.uid = uid
         self.task = 0
         self.started: list[int] = []
 
@@ -75,6 +76,12 @@ class Launched:
         for pid in (self.pid, *self.started):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if self.uid is not None:
+            # Also what no look would catch, should a test have failed.
+            subprocess.run(
+                ["/bin/kill", "-KILL", "-1"],
+                user=self.uid, group=self.uid, extra_groups=[], check=False,
+            )  # fmt: skip
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -176,19 +183,25 @@ def test_ended_launcher_is_not_all_that_has_to_be_gone(launch: Launch) -> None:
     eventually(reach.gone)
 
 
-def test_our_own_process_is_never_a_member(launch: Launch) -> None:
+def test_neither_we_nor_the_launcher_are_ever_members(launch: Launch) -> None:
     slot = launch()
     # As if the kernel had given our session the number of the task's.
     reach = ScatteredReach(slot.pid, slot.pidfd, os.getsid(0), None)
-    assert os.getpid() in proc.processes_of_session(os.getsid(0))
-    assert os.getpid() not in reach.members()
+    assert {os.getpid(), slot.pid} <= set(proc.processes_of_session(os.getsid(0)))
+    assert {os.getpid(), slot.pid}.isdisjoint(reach.members())
 
 
 @needs_root
 def test_what_forks_and_leaves_its_session_for_ever_dies_by_its_uid(launch: Launch) -> None:
-    slot = launch(UID, ["/usr/bin/python3", "-c", COMET])
+    four = 'for _ in 1 2 3 4; do /usr/bin/python3 -c "$0" & done'
+    slot = launch(UID, ["bash", "-c", four, COMET])
     reach = ScatteredReach(slot.pid, slot.pidfd, slot.task, UID)
-    assert eventually(lambda: proc.processes_of_uid(UID))
+
+    def flies() -> bool:
+        found = proc.processes_of_uid(UID)
+        return bool(found) and slot.task not in found
+
+    eventually(flies)
     reach.kill()
     assert proc.processes_of_uid(UID) == []
     assert not pidfd.has_ended(slot.pidfd)

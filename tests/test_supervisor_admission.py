@@ -65,6 +65,15 @@ def test_processes_are_promised_with_their_launcher() -> None:
     assert not one.has_room(Limits(tasks_max=10))
 
 
+def test_a_task_that_uses_nothing_of_the_host_always_has_room_and_takes_none() -> None:
+    one = admission(memory_max="256M", tasks_max="20")
+    whole = Limits(memory_max=256 * MIB, tasks_max=19)
+    one.promise(1, None)
+    assert one.has_room(whole)
+    one.promise(2, whole)
+    assert one.has_room(None)
+
+
 def test_without_a_ceiling_nothing_is_counted() -> None:
     one = admission()
     assert not one.counts
