@@ -105,7 +105,11 @@ def test_as_root_the_system_is_made_once_before_the_slot() -> None:
     doers = [step.by for step in found]
     assert doers == sorted(doers, key=list(Doer).index)
     zygote = done_by(Doer.ZYGOTE, found)
-    assert zygote[0] == "be born in new namespaces: mount"
+    assert zygote[:3] == [
+        "be born in new namespaces: mount",
+        "set oom_score_adj and umask, whatever the worker's are",
+        "make the whole system read-only, nosuid, nodev",
+    ]
     assert "hide /home" in zygote
     child = done_by(Doer.CHILD, found)
     assert "be born in new namespaces: mount, pid, ipc, uts" in child
@@ -147,6 +151,7 @@ def test_what_only_root_and_a_tree_can_have_is_done_with_them_alone() -> None:
             "meanwhile the launcher drops its own capabilities",
         },
     }
+    assert "clone: make the task's process, in SLOT/task" in done_by(Doer.LAUNCHER, rich)
     assert details(rich, "give the task a uid") == (
         "the next free one of 5001 to 5999, locked for this slot",
     )
