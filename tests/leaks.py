@@ -50,7 +50,7 @@ def _mounts() -> set[str]:
 
 def _files() -> set[str]:
     found = set()
-    for directory in ("/tmp", "/dev/shm"):
+    for directory in ("/tmp", "/var/tmp", "/dev/shm"):
         found |= {
             f"{directory}/{name}" for name in os.listdir(directory) if name.startswith(_TEMPORARY)
         }

@@ -25,6 +25,8 @@ from stockade.sandbox.spawner_start import find_spawner, start_spawner
 
 # Emulated processors are slow.
 DEADLINE_S = 300.0 if os.environ.get("STOCKADE_LAB_HOST") else 30.0
+# Where state lies: /tmp is a tmpfs on some hosts.
+DISK = "/var/tmp"
 Found = TypeVar("Found")
 
 
@@ -49,7 +51,7 @@ class SpawnerClient:
         view: View = WHOLE_VIEW,
         **settings: Any,
     ) -> None:
-        self.home = Path(tempfile.mkdtemp(prefix="stockade-test-"))
+        self.home = Path(tempfile.mkdtemp(prefix="stockade-test-", dir=DISK))
         self.home.chmod(0o711)
         self.settings = SpawnerSettings(
             worker_id=self.home.name,

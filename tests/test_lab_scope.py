@@ -196,11 +196,11 @@ def make_user() -> User:
 def user() -> Iterator[User]:
     user = make_user()
     subprocess.run(["loginctl", "enable-linger", user.name], check=True)
-    eventually(lambda: Path(f"/run/user/{user.uid}/systemd/private").exists(), 120)
+    eventually(lambda: Path(f"/run/user/{user.uid}/systemd/private").exists())
     yield user
     subprocess.run(["loginctl", "disable-linger", user.name], check=True)
     subprocess.run(["loginctl", "terminate-user", user.name], check=False)
-    eventually(lambda: not proc.processes_of_uid(user.uid), 120)
+    eventually(lambda: not proc.processes_of_uid(user.uid))
     subprocess.run(["userdel", "-r", user.name], check=False, stderr=subprocess.DEVNULL)
 
 
