@@ -2,6 +2,7 @@
 
     the executor holds it as    the spawner knows it            it does not
     recovered from the journal  adopted, or its end taken over  same token: queued again; else lost
+    the same, script damaged    the same                        lost
     sent                        the same                        same token: sent again; else lost
     running                     the same                        lost
     anything else               is not asked about
@@ -25,6 +26,7 @@ from stockade.sandbox.protocol import Ended, ListedTask, Started, Welcome
 from stockade.supervisor.live_task import LiveTask, Phase
 from stockade.supervisor.planning import cancelled_before_start, lost
 from stockade.supervisor.slots import SpawnerClient
+from stockade.supervisor.states import State
 
 if TYPE_CHECKING:
     from stockade.supervisor.executor import Executor
@@ -33,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 TOKEN: Final = "spawner_token"
 LOST: Final = "the worker lost the task: the host was restarted, or all of the worker died"
+CUT: Final = "the journal was damaged, and what the task was to run is lost: it never ran"
 FOREIGN_PAUSE_S: Final = 0.1
 
 _ASKED_ABOUT: Final = (Phase.RECOVERED, Phase.SENT, Phase.RUNNING)
@@ -100,8 +103,8 @@ def _take_over(
 
 
 async def _put_back(executor: Executor, task: LiveTask) -> None:
-    if task.cancel_reason:
-        task.end(cancelled_before_start())
+    if task.cancel_reason or task.row.is_cut:
+        task.end(cancelled_before_start() if task.cancel_reason else lost(CUT))
         executor.take_on(task)
         return
     await executor.persist(lambda: executor.journal.requeue(task.seq))
@@ -111,7 +114,9 @@ async def _put_back(executor: Executor, task: LiveTask) -> None:
 def _give_up(executor: Executor, task: LiveTask) -> None:
     recovered = task.phase is Phase.RECOVERED
     log.warning("task lost", seq=task.seq)
-    task.end(lost(LOST))
+    # Only what was journalled running may have run.
+    never_ran = task.row.is_cut and task.row.state is State.ACCEPTED
+    task.end(lost(CUT if never_ran else LOST))
     if recovered:
         executor.take_on(task)
 

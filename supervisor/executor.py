@@ -143,7 +143,8 @@ class Executor:
         """Take on what an earlier life left unfinished; nothing starts before a spawner answers."""
         for row in rows:
             task = self._add(row, Phase.QUEUED)
-            if row.state is State.ACCEPTED:
+            # What lost its script to a damaged journal is asked about, and never run.
+            if row.state is State.ACCEPTED and not row.is_cut:
                 self.turns.wait(task)
                 if row.cancelled:
                     self.cancel(task, "cancelled")

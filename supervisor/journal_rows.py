@@ -15,6 +15,9 @@ from stockade.supervisor.states import State
 # A longer dispatch is kept apart from its row, so that changing a state never rewrites it.
 INLINE_BYTES: Final = 2048
 SUMMARY_CHARACTERS: Final = 1024
+# JSON may begin with white space, and a summary does: a row that lost its whole dispatch is told
+# from one that never had more.
+_SUMMARY: Final = b" "
 
 _ENCODER: Final = msgspec.json.Encoder()
 _DISPATCH: Final = msgspec.json.Decoder(Dispatch)
@@ -41,6 +44,7 @@ class Row:
         cancelled: a cancel was asked for; it outlives a crash.
         error: why the scheduler refused the report, for a dead letter.
         stored_bytes: what the task's output takes on disk.
+        is_cut: the dispatch is not whole, and must not be run.
     """
 
     seq: int
@@ -56,6 +60,7 @@ class Row:
     cancelled: bool = False
     error: str = ""
     stored_bytes: int = 0
+    is_cut: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def encode_dispatch(dispatch: Dispatch) -> Encoded:
     whole = _ENCODER.encode(dispatch)
     if len(whole) <= INLINE_BYTES:
         return Encoded(dispatch, whole, None)
-    return Encoded(dispatch, _ENCODER.encode(summarise(dispatch)), whole)
+    return Encoded(dispatch, _SUMMARY + _ENCODER.encode(summarise(dispatch)), whole)
 
 
 def summarise(dispatch: Dispatch) -> Dispatch:
@@ -140,6 +145,7 @@ def decode_row(values: Sequence[Any], whole: bytes | None = None) -> Row:
         error=values[10],
         stored_bytes=values[11],
         dispatch=_DISPATCH.decode(values[12] if whole is None else whole),
+        is_cut=whole is None and values[12].startswith(_SUMMARY),
     )
 
 

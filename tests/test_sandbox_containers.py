@@ -218,9 +218,12 @@ def test_container_that_cannot_be_started_is_the_engines_failure(
     report = run(scheduler, worker, "t", "--user nobody-there true")
     assert report["error_code"] == "spawn_failed"
     assert "unable to find user nobody-there" in report["error_message"]
-    report = run(scheduler, worker, "small", "true", limits={"memory_max": "1M"})
-    assert report["error_code"] == "spawn_failed"
-    assert "memory" in report["error_message"].lower()
+    if (
+        engine.program == "docker"
+    ):  # Podman takes any limit, and its runtime starts a task in this one
+        report = run(scheduler, worker, "small", "true", limits={"memory_max": "1M"})
+        assert report["error_code"] == "spawn_failed"
+        assert "memory" in report["error_message"].lower()
 
 
 def test_out_of_memory_is_told_by_the_engines_inspect(

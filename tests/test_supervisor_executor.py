@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +148,37 @@ def test_task_of_another_life_of_the_records_is_lost_and_never_runs(
         assert await life.journal.get_meta(TOKEN) != "another boot"
 
     lab.with_journal(crash)
+    lab.live(recover)
+    assert runs(place) == 0
+
+
+@pytest.mark.parametrize("token", ["the same", "another boot"])
+@pytest.mark.parametrize("state", [State.ACCEPTED, State.RUNNING])
+def test_task_whose_script_was_damaged_never_runs_what_is_left_of_it(
+    lab: ExecutorLab, place: Path, state: State, token: str
+) -> None:
+    place.chmod(0o777)
+
+    async def connect(life: Life) -> None:
+        assert await life.journal.get_meta(TOKEN)
+
+    async def crash(journal: Journal) -> None:
+        if token != "the same":
+            await journal.set_meta(TOKEN, token)
+        script = f"mktemp {place}/run-XXXX; : {'x' * 5000}"
+        await journal.accept(shell("t", script), initial=state)
+
+    async def recover(life: Life) -> None:
+        outcome = await life.reporter.outcome("t")
+        assert (outcome.status, outcome.error_code) == (Status.FAILED, ErrorCode.WORKER_LOST)
+        may_have_run = state is State.RUNNING and token != "the same"
+        assert ("never ran" in outcome.reason) is not may_have_run
+
+    lab.live(connect)
+    lab.with_journal(crash)
+    with contextlib.closing(sqlite3.connect(lab.place / "journal.db")) as journal:
+        assert journal.execute("DELETE FROM payloads").rowcount == 1
+        journal.commit()
     lab.live(recover)
     assert runs(place) == 0
 
