@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from spawner_client import eventually
 
 from stockade.platform import cgroup, pidfd, proc
 from stockade.platform.cgroup import Group
+from stockade.platform.errors import SyscallError
 from stockade.sandbox.capabilities import probe
 from stockade.sandbox.ceiling import Ceiling
 from stockade.sandbox.kill import InitReach, ScatteredReach, TreeReach
@@ -102,6 +105,13 @@ def arguments_of(pids: list[int]) -> set[str]:
     return found
 
 
+def lives_on(pid: int) -> bool:
+    """Whether a process that was sent no SIGKILL lives; one that was has a moment to end."""
+    time.sleep(0.2)
+    found = proc.process(pid)
+    return found is not None and found.is_alive
+
+
 Launch = Callable[..., Launched]
 
 
@@ -150,6 +160,33 @@ def test_launcher_that_does_not_exit_is_killed_with_all_that_is_left(launch: Lau
 
     eventually(is_done)
     assert not any(proc.process(pid) for pid in slot.started)
+
+
+def test_launcher_outlives_what_could_not_be_killed(launch: Launch) -> None:
+    class Powerless(ScatteredReach):
+        def kill(self) -> None:
+            """As with a task in uninterruptible sleep."""
+
+    slot = launch()
+    Powerless(slot.pid, slot.pidfd, slot.task, None).kill_launcher_too()
+    # By its parentage they are found again.
+    assert lives_on(slot.pid)
+
+
+def test_all_are_stopped_before_the_first_is_killed(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = launch()
+    sent: list[int] = []
+
+    def send(pid: int, number: int) -> None:
+        sent.append(number)
+        checked_kill(pid, number)
+
+    checked_kill = pidfd.checked_kill
+    monkeypatch.setattr(pidfd, "checked_kill", send)
+    ScatteredReach(slot.pid, slot.pidfd, slot.task, None).kill()
+    assert sent == [signal.SIGSTOP] * 3 + [signal.SIGKILL] * 3
 
 
 @pytest.mark.parametrize(
@@ -256,3 +293,11 @@ def test_with_a_tree_the_task_goes_first_then_the_launcher_then_the_groups(
     assert reach.gone()
     assert reach.is_left()
     assert reach.members() == []
+
+
+def test_what_cannot_be_read_is_not_taken_for_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ceiling = Ceiling(Group(tmp_path), Ceilings(), frozenset())
+    groups = SlotGroups(tmp_path / "file" / "slot", ceiling, disk=None, counts_peak=False)
+    with pytest.raises(SyscallError, match="ENOTDIR"):
+        TreeReach(groups, frozenset()).gone()
