@@ -237,14 +237,14 @@ def test_watchdog_ends_a_stopped_event_loop_and_the_task_lives(host: Host) -> No
 
 def test_a_token_comes_as_a_credential_and_no_task_reads_it(host: Host) -> None:
     secret = Path("/etc/stockade/token")
-    secret.write_text("a word between us\n")
+    secret.write_text("a-word-between-us\n")
     secret.chmod(0o600)
     drop_in = Path(f"/etc/systemd/system/{UNIT}.d/token.conf")
     drop_in.parent.mkdir()
     drop_in.write_text(f"[Service]\nLoadCredential=token:{secret}\n")
     credential = f"/run/credentials/{UNIT}/token"
     plain = CONFIG.read_text()
-    with RecordingScheduler(token="a word between us") as scheduler:
+    with RecordingScheduler(token="a-word-between-us") as scheduler:
         secured = Host(scheduler, host.before)
         lines = f'[http]\ntoken_file = "{credential}"'
         text = plain.replace("[http]", lines, 1).replace(host.scheduler.url, scheduler.url)
@@ -257,7 +257,7 @@ def test_a_token_comes_as_a_credential_and_no_task_reads_it(host: Host) -> None:
                 status, _ = host.scheduler.dispatch(URL, schedule_instance_id="x", payload="true")
                 assert status == 401
                 secured.run(moment, f"cat {credential} {secret}; ls /run/credentials; true")
-                assert "a word" not in secured.report(moment)["error_message"]
+                assert "a-word" not in secured.report(moment)["error_message"]
                 # Read anew by a process that is not root any more.
                 command("systemctl", "reload", UNIT)
         finally:
