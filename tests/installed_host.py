@@ -62,7 +62,10 @@ def command(*arguments: str, status: int = 0) -> str:
         arguments, capture_output=True, text=True, check=False, timeout=PATIENCE_S,
         env={"DEBIAN_FRONTEND": "noninteractive", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
     )  # fmt: skip
-    assert ended.returncode == status, f"{arguments}: {ended.stdout}{ended.stderr}"
+    if ended.returncode != status:
+        journal = ["journalctl", "-u", UNIT, "-n", "40", "-o", "cat", "--no-pager"]
+        said = subprocess.run(journal, capture_output=True, text=True, check=False).stdout
+        raise AssertionError(f"{arguments}: {ended.stdout}{ended.stderr}\n{said}")
     return ended.stdout + ended.stderr
 
 
