@@ -7,12 +7,15 @@
 #
 # Needs python3 (3.11 to 3.13) with its headers, gcc, a static C library and libcap's headers:
 #   dnf install python3.11 python3.11-devel gcc glibc-static libcap-devel      (then PYTHON=python3.11)
-# The program is a virtual environment of its own in /opt/stockade. Nothing is enabled or started.
+# The program is a virtual environment of its own in /opt/stockade, or in PREFIX, which must end with
+# /stockade. Nothing is enabled or started.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
-prefix=/opt/stockade
+prefix=${PREFIX:-/opt/stockade}
 usr=/usr/local
 die() { echo "install.sh: $*" >&2; exit 1; }
+# All of it is removed by --remove.
+[[ $prefix == /*/stockade ]] || die "cannot install into $prefix: PREFIX must be absolute and end with /stockade"
 ((EUID == 0)) || die "cannot install as uid $EUID: run it as root"
 
 # Not so while an image is made.

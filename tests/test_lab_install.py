@@ -30,6 +30,8 @@ from worker_process import eventually, processes_that_name
 from stockade.platform import proc
 
 CHECKOUT = Path(__file__).parents[1]
+# /opt/stockade is what runs these tests.
+PREFIX = "/opt/installed/stockade"
 WHEELS = CHECKOUT.parent / "stockade-wheels"
 pytestmark = [
     pytest.mark.needs_cgroup2_controllers,
@@ -43,6 +45,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
+    Path(PREFIX).parent.mkdir()
     with fresh_host() as found:
         yield found
 
@@ -54,6 +57,7 @@ def install(*arguments: str, status: int = 0, **environment: str) -> str:
         capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S,
         env={
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "PYTHON": "/usr/bin/python3",
+            "PREFIX": PREFIX,
             "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(WHEELS), **environment,
         },
     )  # fmt: skip
@@ -64,6 +68,10 @@ def install(*arguments: str, status: int = 0, **environment: str) -> str:
 def test_a_host_with_dpkg_is_sent_to_the_package(host: Host) -> None:
     assert "build a package with deploy/build-deb" in install(status=1)
     assert files() == host.before
+
+
+def test_a_prefix_that_could_be_somebody_elses_is_refused(host: Host) -> None:
+    assert "must be absolute and end with /stockade" in install("--remove", status=1, PREFIX="/usr")
 
 
 def test_what_cannot_be_built_leaves_nothing(host: Host) -> None:
@@ -82,8 +90,7 @@ def test_install_enables_and_starts_nothing(host: Host) -> None:
     assert command("systemd-analyze", "verify", "--man=no", UNIT) == ""
     assert command("/usr/local/bin/stockade", "--version").startswith("stockade ")
     # Nothing of what it was made in.
-    made = {path for path in files() - host.before if os.path.dirname(path) == "/opt"}
-    assert made == {"/opt/stockade"}
+    assert os.listdir(os.path.dirname(PREFIX)) == ["stockade"]
 
 
 def test_the_worker_runs_tasks(host: Host) -> None:
