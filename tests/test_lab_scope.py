@@ -196,11 +196,14 @@ def make_user() -> User:
 def user() -> Iterator[User]:
     user = make_user()
     subprocess.run(["loginctl", "enable-linger", user.name], check=True)
+    # Which linger starts too, but not while that of the last user with this uid is still stopping.
+    subprocess.run(["systemctl", "start", f"user@{user.uid}.service"], check=True)
     eventually(lambda: Path(f"/run/user/{user.uid}/systemd/private").exists())
     yield user
     subprocess.run(["loginctl", "disable-linger", user.name], check=True)
     subprocess.run(["loginctl", "terminate-user", user.name], check=False)
     eventually(lambda: not proc.processes_of_uid(user.uid))
+    eventually(lambda: not Path(f"/run/user/{user.uid}").exists())
     subprocess.run(["userdel", "-r", user.name], check=False, stderr=subprocess.DEVNULL)
 
 
