@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -251,15 +251,33 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
 
 
 def find_mount() -> Path | None:
-    """Where cgroup v2 is mounted, alone or beside v1 hierarchies; None when it is not."""
+    """Where cgroup v2 is mounted, alone or beside v1 hierarchies; None when it is not.
+
+    Only a mount whose root is that of our cgroup namespace, since that is what the paths in
+    /proc/PID/cgroup start from: see ``find_foreign_mount``.
+    """
+    return next((path for root, path in _mounts() if root == b"/"), None)
+
+
+def find_foreign_mount() -> Path | None:
+    """Where cgroup v2 is mounted with another root than our cgroup namespace's; None when not.
+
+    Such as the host's whole tree in a container that has a cgroup namespace of its own: what is our
+    own group in that tree cannot be told from inside (cgroup_namespaces(7)).
+    """
+    return next((path for root, path in _mounts() if root != b"/"), None)
+
+
+def _mounts() -> Iterator[tuple[bytes, Path]]:
+    """Root, as our cgroup namespace sees it, and place of each mount of cgroup v2."""
     with translated("read", "/proc/self/mountinfo"):
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     for line in lines:
         # "36 35 98:0 /root /mount/point options optional... - type source options"
         before, _, after = line.partition(b" - ")
         if after.split(b" ", 1)[0] == b"cgroup2":
-            return Path(os.fsdecode(_unescape(before.split(b" ")[4])))
-    return None
+            root, path = before.split(b" ")[3:5]
+            yield root, Path(os.fsdecode(_unescape(path)))
 
 
 def own_group() -> str:

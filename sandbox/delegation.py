@@ -32,6 +32,10 @@ _CONTAINER: Final = (
     "start the worker as root with a writable /sys/fs/cgroup (of a container: a private cgroup "
     "namespace and a cgroup2 mount that is not read-only), or under systemd"
 )
+_FOREIGN: Final = (
+    "do not hand the host's /sys/fs/cgroup to a container with a private cgroup namespace: what its "
+    "engine mounts there is its own"
+)
 _USER_DELEGATION: Final = (
     "as root: mkdir -p /etc/systemd/system/user@.service.d && "
     "printf '[Service]\\nDelegate=cpu io memory pids\\n' "
@@ -84,7 +88,15 @@ def find_delegation() -> Delegation:
     """Where a worker that is started by this process would have its tree."""
     mount = cgroup.find_mount()
     if mount is None:
-        return Delegation(None, reason="no cgroup v2 is mounted", mend=_BOOT_V2)
+        foreign = cgroup.find_foreign_mount()
+        if foreign is None:
+            return Delegation(None, reason="no cgroup v2 is mounted", mend=_BOOT_V2)
+        # Used as ours, its top would be: the host's, out of the container's own limits.
+        return Delegation(
+            None,
+            reason=f"the cgroup v2 mounted at {foreign} is that of another cgroup namespace",
+            mend=_FOREIGN,
+        )
     return _of_systemd(mount) if systemd.is_running() else _by_hand(mount)
 
 

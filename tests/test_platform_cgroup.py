@@ -4,6 +4,7 @@ import errno
 import os
 import select
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_the_group_of_a_process_that_is_gone_is_none():
     child = subprocess.Popen(["true"])
     child.wait()
     assert cgroup.group_of(child.pid) is None
+
+
+@needs_cgroup
+def test_a_mount_with_another_root_than_the_cgroup_namespaces_is_not_taken_for_ours(group):
+    """What a container with a cgroup namespace of its own sees of the host's tree."""
+    code = """
+import os, sys
+from stockade.platform import cgroup, clone, namespaces
+cgroup.Group(sys.argv[1]).attach(os.getpid())
+namespaces.unshare(clone.CLONE_NEWCGROUP)
+print(cgroup.own_group(), cgroup.find_mount(), cgroup.find_foreign_mount())
+from stockade.sandbox.delegation import find_delegation
+print(find_delegation().reason)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.fsdecode(group.path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        f"/ None {MOUNT}",
+        f"the cgroup v2 mounted at {MOUNT} is that of another cgroup namespace",
+    ]
+    assert cgroup.find_foreign_mount() is None
 
 
 @needs_cgroup
