@@ -14,6 +14,7 @@ from typing import Any, Final
 from stockade.platform.errors import SyscallError
 
 SYS_CLONE3: Final = 435  # the same number on every architecture, as for all calls since Linux 5.1
+SYS_CLONE: Final = {"x86_64": 56}.get(os.uname().machine, 220)
 SYS_OPENAT2: Final = 437
 # kcmp is older than that agreement.
 SYS_KCMP: Final = {"x86_64": 312}.get(os.uname().machine, 272)
@@ -99,6 +100,11 @@ def system_call(name: str, number: int, *argument_types: Any) -> Any:
 
 
 clone3: Final = system_call("clone3", SYS_CLONE3, ctypes.POINTER(CloneArgs), ctypes.c_size_t)
+# Of the pointers the order differs between machines; but for the pidfd's they are all NULL here.
+clone: Final = system_call(
+    "clone", SYS_CLONE, ctypes.c_ulong, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int),
+    ctypes.c_void_p, ctypes.c_void_p,
+)  # fmt: skip
 openat2: Final = system_call(
     "openat2",
     SYS_OPENAT2,

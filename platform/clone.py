@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import signal
 from typing import Final
 
 from stockade.platform import _libc
+from stockade.platform.errors import SyscallError
 
 CLONE_NEWTIME: Final = 0x00000080
 CLONE_PIDFD: Final = 0x00001000
@@ -41,8 +43,11 @@ def clone3(flags: int, *, cgroup_fd: int | None = None) -> tuple[int, int]:
 
     Raises:
         ValueError: flags holds anything but CLONE_NEW*.
-        SyscallError: ENOSYS before Linux 5.3; with a cgroup EBUSY (it has controllers enabled for
-            its children), EAGAIN (pids.max), ENOENT (it was removed), EOPNOTSUPP (threaded).
+        SyscallError: EPERM; with a cgroup EBUSY (it has controllers enabled for its children),
+            EAGAIN (pids.max), ENOENT (it was removed), EOPNOTSUPP (threaded), ENOSYS.
+
+    Where clone3 is hidden, as container engines do for what their filters cannot look into, clone
+    does the same, but for a cgroup.
 
     Source: clone(2); CLONE_CLEAR_SIGHAND is Linux 5.5, CLONE_INTO_CGROUP 5.7.
     """
@@ -57,8 +62,28 @@ def clone3(flags: int, *, cgroup_fd: int | None = None) -> tuple[int, int]:
     if cgroup_fd is not None:
         arguments.flags |= CLONE_INTO_CGROUP
         arguments.cgroup = cgroup_fd
-    pid: int = _libc.clone3(arguments, ctypes.sizeof(arguments))
+    try:
+        pid: int = _libc.clone3(arguments, ctypes.sizeof(arguments))
+    except SyscallError as error:
+        if error.errno != errno.ENOSYS or cgroup_fd is not None:
+            raise
+        pid = _clone(flags, pidfd)
     return pid, pidfd.value if pid else -1
+
+
+def _clone(flags: int, pidfd: ctypes.c_int) -> int:
+    """The same by clone(2), which leaves handlers to the child: none may run before that."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = -1
+    try:
+        pid = _libc.clone(flags | CLONE_PIDFD | signal.SIGCHLD, None, pidfd, None, None)
+        if pid == 0:
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
 
 
 _NAMESPACES: Final = (

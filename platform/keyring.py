@@ -23,6 +23,8 @@ KEYCTL_GET_PERSISTENT: Final = 22
 KEY_SPEC_SESSION_KEYRING: Final = -3
 KEY_SPEC_USER_KEYRING: Final = -4
 KEY_SPEC_USER_SESSION_KEYRING: Final = -5
+# Of a kernel without keyrings, and of the filter of an engine, which all in a container are under.
+ABSENT: Final = (errno.ENOSYS, errno.EPERM)
 
 _keyctl: Final = system_call(
     "keyctl",
@@ -39,15 +41,15 @@ def join_new_session() -> None:
     """Replaces the session keyring by a new, empty one without a name, which nobody can join.
 
     What the caller's parent had in its keyring is out of reach of it and of what it starts then.
-    A kernel without keyrings has nothing to leave.
+    Where there are none (``ABSENT``) there is nothing to leave.
 
     Raises:
-        SyscallError: EDQUOT (the uid has too many keys), ENOMEM, EPERM (a seccomp filter).
+        SyscallError: EDQUOT (the uid has too many keys), ENOMEM.
     """
     try:
         _keyctl(KEYCTL_JOIN_SESSION_KEYRING, 0, 0, 0, 0)
     except SyscallError as error:
-        if error.errno != errno.ENOSYS:
+        if error.errno not in ABSENT:
             raise
 
 
@@ -81,7 +83,7 @@ def clear_user_keyrings() -> bool:
         root too: what it left there may still be read by whoever has the uid next.
 
     Raises:
-        SyscallError: EDQUOT, ENOMEM, EPERM (a seccomp filter).
+        SyscallError: EDQUOT, ENOMEM.
     """
     try:
         for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
@@ -90,7 +92,7 @@ def clear_user_keyrings() -> bool:
         if persistent is not None:
             _keyctl(KEYCTL_CLEAR, persistent, 0, 0, 0)
     except SyscallError as error:
-        if error.errno == errno.ENOSYS:
+        if error.errno in ABSENT:
             return True
         # ENOKEY: without the right to look for it, the kernel does not find the keyring itself.
         if error.errno in (errno.EACCES, errno.ENOKEY):

@@ -33,8 +33,8 @@ _CONTAINER: Final = (
     "namespace and a cgroup2 mount that is not read-only), or under systemd"
 )
 _FOREIGN: Final = (
-    "do not hand the host's /sys/fs/cgroup to a container with a private cgroup namespace: what its "
-    "engine mounts there is its own"
+    "do not hand the host's /sys/fs/cgroup to a container with a private cgroup namespace: its "
+    "own is what the engine mounts there"
 )
 _USER_DELEGATION: Final = (
     "as root: mkdir -p /etc/systemd/system/user@.service.d && "

@@ -98,13 +98,13 @@ class ShowAgain:
         parts = self.target.split("/")
         for length in range(2, len(parts)):
             parent = "/".join(parts[:length])
-            yield Call("mkdirat", (AT_FDCWD, parent, 0o755), tolerated=errno.EEXIST)
+            yield Call("mkdirat", (AT_FDCWD, parent, 0o755), tolerated=(errno.EEXIST,))
         # What waits is what was there when the spawner started.
         if os.path.isdir(self.target):
-            yield Call("mkdirat", (AT_FDCWD, self.target, 0o755), tolerated=errno.EEXIST)
+            yield Call("mkdirat", (AT_FDCWD, self.target, 0o755), tolerated=(errno.EEXIST,))
         else:
             file = (AT_FDCWD, self.target, stat.S_IFREG | 0o644, 0)
-            yield Call("mknodat", file, tolerated=errno.EEXIST)
+            yield Call("mknodat", file, tolerated=(errno.EEXIST,))
         yield _bind(self.waiting, self.target, mounts.MS_REC)
 
 
@@ -154,9 +154,8 @@ class Keyring:
         return "join a new session keyring"
 
     def calls(self) -> Iterator[Call]:
-        # A kernel without keyrings has nothing to leave.
         join = (keyring.KEYCTL_JOIN_SESSION_KEYRING, _NOTHING)
-        yield Call("keyctl", join, tolerated=errno.ENOSYS)
+        yield Call("keyctl", join, tolerated=keyring.ABSENT)
 
 
 def _tmpfs(target: str, size_bytes: int | None, mode: int) -> Call:

@@ -35,6 +35,7 @@ ANSWER: Final = struct.Struct("<i")
 _PROGRAM: Final = struct.Struct("<IIII")
 _CALL: Final = struct.Struct("<6qIIII")
 _ARGUMENTS: Final = 6
+_TOLERATED: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Call:
     Attributes:
         name: the kernel's.
         arguments: up to six numbers, or strings (or bytes), of which the call gets a pointer.
-        tolerated: the errno with which it may fail.
+        tolerated: up to two errnos with which it may fail.
     """
 
     name: str
     arguments: tuple[int | str | bytes, ...]
-    tolerated: int = 0
+    tolerated: tuple[int, ...] = ()
 
 
 def encode_request(flags: int, *, into_cgroup: bool) -> bytes:
@@ -78,7 +79,8 @@ def encode_program(calls: Sequence[Call]) -> bytes:
             pointers |= 1 << index
             values[index] = len(text)
             text += os.fsencode(argument) + b"\0"
-        packed.append(_CALL.pack(*values, numbers[call.name], pointers, call.tolerated, 0))
+        first, second = (*call.tolerated, *[0] * (_TOLERATED - len(call.tolerated)))
+        packed.append(_CALL.pack(*values, numbers[call.name], pointers, first, second))
     program = b"".join((_PROGRAM.pack(MAGIC, len(packed), len(text), 0), *packed, bytes(text)))
     if len(program) > PROGRAM_MAX:
         raise ValueError(f"{len(calls)} steps take {len(program)} bytes, of {PROGRAM_MAX}")

@@ -21,8 +21,10 @@ from stockade.platform import prctl
 FOLDER: Final = parcel.CHECKOUT / "deploy/container"
 TAG: Final = "stockade"
 NAMESPACES: Final = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-# Where cgroup v2 lies beside v1, engines give containers v1 alone.
+# Where cgroup v2 lies beside v1, engines give containers v1 alone, so that they take the host's.
 UNIFIED: Final = Path("/sys/fs/cgroup/unified")
+BESIDE_V1: Final = ["--cgroupns=host", "-v", f"{UNIFIED}:{UNIFIED}"] if UNIFIED.exists() else []
+OURS: Final = prctl.effective_capabilities()
 
 
 class ImageEngine(Docker):
@@ -120,7 +122,6 @@ def documented_grants() -> list[str]:
     (command,) = (shlex.split(line) for line in lines if line.startswith("docker run"))
     assert command[:3] == ["docker", "run", "-d"]
     assert command[-1] == TAG
-    have = prctl.effective_capabilities()
     found = []
     words = iter(command[3:-1])
     for word in words:
@@ -128,12 +129,22 @@ def documented_grants() -> list[str]:
             found.append(word)
             continue
         value = next(words)
-        if word in ("--name", "-v", "-e") or (word == "--cap-add" and f"CAP_{value}" not in have):
+        if word in ("--name", "-v", "-e") or (word == "--cap-add" and f"CAP_{value}" not in OURS):
             continue
         found += [word, value]
-    if UNIFIED.exists():
-        found += ["-v", f"{UNIFIED}:{UNIFIED}"]
-    return found
+    return [*found, *BESIDE_V1]
+
+
+def privileged() -> list[str]:
+    """What comes next to ``--privileged`` where we are not all-powerful ourselves."""
+    if "CAP_SYS_RESOURCE" in OURS:
+        return ["--privileged", *BESIDE_V1]
+    unconfined = ("seccomp", "apparmor", "systempaths")
+    return [
+        *(f"--cap-add={name.removeprefix('CAP_')}" for name in sorted(OURS)),
+        *(f"--security-opt={name}=unconfined" for name in unconfined),
+        *BESIDE_V1,
+    ]
 
 
 class Container:

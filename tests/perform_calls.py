@@ -24,7 +24,7 @@ def perform(calls: Iterable[Call]) -> int:
             for each in call.arguments
         ]
         result = LIBC.syscall(ctypes.c_long(number), *arguments)
-        if result < 0 and ctypes.get_errno() != call.tolerated:
+        if result < 0 and ctypes.get_errno() not in call.tolerated:
             raise OSError(ctypes.get_errno(), f"{call}")
         results.append(result)
     return results[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_lab import UNIFIED, Container, ImageEngine, documented_grants
+from image_lab import UNIFIED, Container, ImageEngine, documented_grants, privileged
 from lab import parcel
 from lab.errors import LabUnavailableError
 from recording_scheduler import RecordingScheduler, get
@@ -114,7 +114,6 @@ def test_the_build_is_given_what_it_copies_and_nothing_else(engine: ImageEngine)
 
 
 def test_with_the_documented_grants_doctor_finds_what_the_host_has(worker: Container) -> None:
-    """But for the cgroup namespace's sake nothing is lost by the container."""
     host = subprocess.run(
         [parcel.CHECKOUT / ".venv/bin/stockade", "doctor", "--json"],
         capture_output=True, check=True,
@@ -125,12 +124,22 @@ def test_with_the_documented_grants_doctor_finds_what_the_host_has(worker: Conta
         assert not lost, (profile, lost)
 
 
+def test_the_hosts_cgroups_are_not_taken_for_the_containers_own(make: Make) -> None:
+    mount = UNIFIED if UNIFIED.exists() else Path("/sys/fs/cgroup")
+    worker = make(grants=[*documented_grants(), "--cgroupns=private", "-v", f"{mount}:{mount}"])
+    host = worker.start().doctor()["host"]
+    assert host["cgroup_parent"] is None
+    assert "another cgroup namespace" in host["cgroup_reason"]
+    assert worker.run("task", "echo well")["status"] == "success"
+    assert not directories_named(mount, worker.name)
+
+
 @pytest.mark.parametrize("profile", list(Profile))
-def test_a_task_of_each_profile_runs_and_is_reported(worker: Container, profile: str) -> None:
+def test_a_task_of_each_profile_runs_and_is_reported(make: Make, profile: str) -> None:
+    worker = make(PROFILE_NAME=profile).start()
     report = worker.run(
-        "task", "id -u; grep NoNewPrivs /proc/self/status; ls -d /var/lib/stockade/worker",
-        profile=profile,
-    )  # fmt: skip
+        "task", "id -u; grep NoNewPrivs /proc/self/status; ls /var/lib/stockade/worker"
+    )
     assert report["profile"] == profile
     # Its exit status is that of ls, which may not look there.
     assert (report["status"], report["error_code"]) == ("failed", "execute_failed"), report
@@ -241,10 +250,7 @@ def test_drain_returns_when_no_task_is_left(
 
 
 def test_as_a_privileged_pod_it_serves_its_probe_and_runs_tasks(make: Make) -> None:
-    more = ["-v", f"{UNIFIED}:{UNIFIED}"] if UNIFIED.exists() else []
-    worker = make(
-        grants=["--privileged", *more], HTTP_ADVERTISE="127.0.0.1", WORKER_DRAIN_TIMEOUT="4min"
-    ).start()
+    worker = make(grants=privileged(), HTTP_ADVERTISE="127.0.0.1").start()
     assert get(f"{worker.url}/healthz") == (200, {"status": "ok"})
     report = worker.run("task", "echo well")
     assert report["status"] == "success", report
