@@ -74,16 +74,15 @@ def clone3(flags: int, *, cgroup_fd: int | None = None) -> tuple[int, int]:
 def _clone(flags: int, pidfd: ctypes.c_int) -> int:
     """The same by clone(2), which leaves handlers to the child: none may run before that."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    pid = -1
     try:
-        pid = _libc.clone(flags | CLONE_PIDFD | signal.SIGCHLD, None, pidfd, None, None)
+        pid: int = _libc.clone(flags | CLONE_PIDFD | signal.SIGCHLD, None, pidfd, None, None)
         if pid == 0:
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
+        return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return pid
 
 
 _NAMESPACES: Final = (

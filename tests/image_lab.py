@@ -135,16 +135,11 @@ def documented_grants() -> list[str]:
     return [*found, *BESIDE_V1]
 
 
-def privileged() -> list[str]:
-    """What comes next to ``--privileged`` where we are not all-powerful ourselves."""
-    if "CAP_SYS_RESOURCE" in OURS:
-        return ["--privileged", *BESIDE_V1]
-    unconfined = ("seccomp", "apparmor", "systempaths")
-    return [
-        *(f"--cap-add={name.removeprefix('CAP_')}" for name in sorted(OURS)),
-        *(f"--security-opt={name}=unconfined" for name in unconfined),
-        *BESIDE_V1,
-    ]
+def pod_grants() -> list[str]:
+    """The Kubernetes part's; where an engine has not all capabilities itself, those above it."""
+    if "CAP_SYS_RESOURCE" not in OURS:
+        return documented_grants()
+    return ["--privileged", *BESIDE_V1]
 
 
 class Container:
