@@ -141,8 +141,8 @@ _AS_ROOT: Final = "start the worker as root"
 _ONLY_ROOT: Final = "only root can set one"
 _CAN_LEAVE: Final = "without seccomp a task can leave its project"
 _PRIVILEGED: Final = (
-    "let root mount and make namespaces: outside of a container, or in one with CAP_SYS_ADMIN and "
-    "CAP_NET_ADMIN and without a filter on those calls"
+    "let root mount and make namespaces: outside of a container, or in one with CAP_SYS_ADMIN, "
+    "CAP_NET_ADMIN and CAP_MKNOD and without a filter on those calls"
 )
 _USER_NAMESPACES: Final = (
     "allow user namespaces (sysctl user.max_user_namespaces and, where there are such, "
