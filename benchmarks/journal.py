@@ -109,8 +109,8 @@ def add_delivered(path: Path, rows: int) -> None:
                            closed_at, outcome, excerpt, attempts, dispatch)
         SELECT 'delivered', '', printf('task-%d-1732930000000000000', n), ?2, ?2, ?2, ?2,
                '{"status":"success","exit_code":0}', 'output', 1,
-               json_object('instance_id', printf('task-%d-1732930000000000000', n),
-                           'link', 'http', 'task_type', 'shell', 'payload', 'true')
+               CAST(json_object('instance_id', printf('task-%d-1732930000000000000', n),
+                                'link', 'http', 'task_type', 'shell', 'payload', 'true') AS BLOB)
         FROM numbers
         """,
         (rows, time.time()),

@@ -335,8 +335,8 @@ def owe_reports(journal: Path, count: int, scheduler: str) -> None:
                            outcome, excerpt, dispatch)
         SELECT 'finished', ?1, printf('old-%06d', n), 1.0, 2.0, 3.0 + n,
                '{"status":"success","exit_code":0}', printf('output of %d', n),
-               json_object('instance_id', printf('old-%06d', n), 'scheduler', ?1,
-                           'link', 'http', 'task_type', 'shell', 'payload', 'true')
+               CAST(json_object('instance_id', printf('old-%06d', n), 'scheduler', ?1,
+                                'link', 'http', 'task_type', 'shell', 'payload', 'true') AS BLOB)
         FROM numbers
         """.replace("LIMIT ?)", "LIMIT ?2)"),
         (scheduler, count),
