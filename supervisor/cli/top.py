@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 import time
 from typing import Annotated, Any
@@ -54,14 +55,16 @@ def top(
         time.sleep(interval)
         Console(width=200, highlight=False).print(_screen(_Look.take(client), look))
         return
+    # Waited for, and not as an exception: one that is raised in a destructor is lost.
+    ctrl_c = {signal.SIGINT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ctrl_c)
     try:
         with Live(_screen(look, look), screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval)
+            while signal.sigtimedwait(ctrl_c, interval) is None:
                 before, look = look, _Look.take(client)
                 live.update(_screen(look, before), refresh=True)
-    except KeyboardInterrupt:
-        return
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _screen(now: _Look, before: _Look) -> Table:
