@@ -386,7 +386,7 @@ def post(
     body: Any,
     *,
     headers: Mapping[str, str] | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """POST JSON (or bytes as they are): (status, the answer's JSON)."""
