@@ -21,8 +21,9 @@ from stockade.platform import prctl
 FOLDER: Final = parcel.CHECKOUT / "deploy/container"
 TAG: Final = "stockade"
 NAMESPACES: Final = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+CGROUPS: Final = Path("/sys/fs/cgroup")
 # Where cgroup v2 lies beside v1, engines give containers v1 alone, so that they take the host's.
-UNIFIED: Final = Path("/sys/fs/cgroup/unified")
+UNIFIED: Final = CGROUPS / "unified"
 BESIDE_V1: Final = ["--cgroupns=host", "-v", f"{UNIFIED}:{UNIFIED}"] if UNIFIED.exists() else []
 OURS: Final = prctl.effective_capabilities()
 
@@ -40,10 +41,14 @@ class ImageEngine(Docker):
     def _command(self) -> list[str]:
         command = super()._command()
         command[command.index("--storage-driver=vfs")] = "--storage-driver=overlay2"
-        return command
+        # Not /docker, of which nobody could tell whose it is.
+        group = f"--cgroup-parent=/{self.place.name}"
+        return [*command, "--exec-opt=native.cgroupdriver=cgroupfs", group]
 
     def close(self) -> None:
         self.stop()
+        for group in CGROUPS.rglob(self.place.name):
+            group.rmdir()
         subprocess.run(["umount", "--lazy", self.place], check=True)
         super().close()
 
