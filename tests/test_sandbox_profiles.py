@@ -80,7 +80,18 @@ Make = Callable[..., Tasks]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def place() -> Iterator[Path]:
+    """A directory of the host, for everybody, that lies where tasks see nothing (/tmp)."""
+    path = Path(tempfile.mkdtemp(prefix="stockade-shown-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def make(place: Path) -> Iterator[Make]:
+    """Makers of tasks; a slot that is being made while its places go would make them anew."""
+    assert place.is_dir()
     made: list[Tasks] = []
 
     def make_tasks(profile: Profile, **view: Any) -> Tasks:
@@ -90,15 +101,6 @@ def make() -> Iterator[Make]:
     yield make_tasks
     for tasks in made:
         tasks.client.close()
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory of the host, for everybody, that lies where tasks see nothing (/tmp)."""
-    path = Path(tempfile.mkdtemp(prefix="stockade-shown-"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
 
 
 # ---- What is seen of the host ----
