@@ -202,6 +202,7 @@ def user() -> Iterator[User]:
     yield user
     subprocess.run(["loginctl", "disable-linger", user.name], check=True)
     subprocess.run(["loginctl", "terminate-user", user.name], check=False)
+    subprocess.run(["systemctl", "stop", f"user@{user.uid}.service"], check=True)
     eventually(lambda: not proc.processes_of_uid(user.uid))
     eventually(lambda: not Path(f"/run/user/{user.uid}").exists())
     subprocess.run(["userdel", "-r", user.name], check=False, stderr=subprocess.DEVNULL)
