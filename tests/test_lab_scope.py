@@ -202,7 +202,9 @@ def user() -> Iterator[User]:
     yield user
     subprocess.run(["loginctl", "disable-linger", user.name], check=True)
     subprocess.run(["loginctl", "terminate-user", user.name], check=False)
-    subprocess.run(["systemctl", "stop", f"user@{user.uid}.service"], check=True)
+    # By those who let it go; logind may not know of it any more.
+    units = [f"user@{user.uid}.service", f"user-runtime-dir@{user.uid}.service"]
+    subprocess.run(["systemctl", "stop", *units], check=True)
     eventually(lambda: not proc.processes_of_uid(user.uid))
     eventually(lambda: not Path(f"/run/user/{user.uid}").exists())
     subprocess.run(["userdel", "-r", user.name], check=False, stderr=subprocess.DEVNULL)
