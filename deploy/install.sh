@@ -22,13 +22,17 @@ die() { echo "install.sh: $*" >&2; exit 1; }
 booted() { [[ -d /run/systemd/system ]]; }
 
 remove() {
+    local made=()
+    [[ -r $prefix/directories ]] && mapfile -t made < <(sort -r "$prefix/directories")
     # Drains, as the unit's stop does.
     booted && { systemctl disable --now stockade.service 2>/dev/null || true; }
     rm -rf "$prefix" "$usr/bin/stockade" /etc/systemd/system/stockade.service{,.d/10-backoff.conf} \
         /etc/sysusers.d/stockade.conf /etc/tmpfiles.d/stockade.conf "$usr"/share/man/man1/stockade{,-*}.1.gz \
         "$usr/share/bash-completion/completions/stockade" "$usr/share/zsh/vendor-completions/_stockade" \
         "$usr/share/fish/vendor_completions.d/stockade.fish"
-    rmdir /etc/systemd/system/stockade.service.d 2>/dev/null || true
+    for directory in "${made[@]}"; do
+        rmdir "$directory" 2>/dev/null || true # somebody else's by now, when it is not empty
+    done
     booted && systemctl daemon-reload
     return 0
 }
@@ -55,6 +59,14 @@ work=$(mktemp -d "$prefix.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 "$here/bundle" "$work" "$prefix" "$python"
 "$here/finish" "$work" "$prefix" "$usr"
+# The directories that are made for it, which --remove takes away again.
+{
+    [[ ! -r $prefix/directories ]] || cat "$prefix/directories"
+    (cd "$work" && find etc usr -mindepth 1 -type d) | while read -r directory; do
+        [[ -d /$directory ]] || echo "/$directory"
+    done
+} | sort -u >"$work/directories"
+mv "$work/directories" "$work$prefix/directories"
 if [[ -d $prefix ]]; then
     mv "$prefix" "$work/old"
 fi
