@@ -108,10 +108,12 @@ class ScatteredReach:
     def kill(self) -> None:
         if self._uid is not None:
             _kill_uid(self._uid)
-        # Stop all first: what is stopped forks no more, so the second look misses less.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self.members():
-                pidfd.checked_kill(pid, number)
+        # Stop all first: what is stopped forks no more, so the second look misses less. Nor does it
+        # end by itself, so its number stays its own: it is killed also when that look misses it.
+        # One whose parent has just ended is below nobody for a moment.
+        stopped = [pid for pid in self.members() if pidfd.checked_kill(pid, signal.SIGSTOP)]
+        for pid in sorted({*stopped, *self.members()}):
+            pidfd.checked_kill(pid, signal.SIGKILL)
 
     def kill_launcher_too(self) -> None:
         self.kill()

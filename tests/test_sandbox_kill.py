@@ -105,11 +105,15 @@ def arguments_of(pids: list[int]) -> set[str]:
     return found
 
 
+def lives(pid: int) -> bool:
+    found = proc.process(pid)
+    return found is not None and found.is_alive
+
+
 def lives_on(pid: int) -> bool:
     """Whether a process that was sent no SIGKILL lives; one that was has a moment to end."""
     time.sleep(0.2)
-    found = proc.process(pid)
-    return found is not None and found.is_alive
+    return lives(pid)
 
 
 Launch = Callable[..., Launched]
@@ -179,14 +183,27 @@ def test_all_are_stopped_before_the_first_is_killed(
     slot = launch()
     sent: list[int] = []
 
-    def send(pid: int, number: int) -> None:
+    def send(pid: int, number: int) -> bool:
         sent.append(number)
-        checked_kill(pid, number)
+        return checked_kill(pid, number)
 
     checked_kill = pidfd.checked_kill
     monkeypatch.setattr(pidfd, "checked_kill", send)
     ScatteredReach(slot.pid, slot.pidfd, slot.task, None).kill()
     assert sent == [signal.SIGSTOP] * 3 + [signal.SIGKILL] * 3
+
+
+def test_what_was_stopped_is_killed_also_when_the_next_look_misses_it(launch: Launch) -> None:
+    class Blinking(ScatteredReach):
+        looks = 0
+
+        def members(self) -> list[int]:
+            self.looks += 1
+            return super().members() if self.looks == 1 else []
+
+    slot = launch()
+    Blinking(slot.pid, slot.pidfd, slot.task, None).kill()
+    eventually(lambda: not any(lives(pid) for pid in slot.started))
 
 
 @pytest.mark.parametrize(
