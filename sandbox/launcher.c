@@ -26,7 +26,6 @@
 #include <linux/capability.h>
 #include <linux/close_range.h>
 #include <linux/filter.h>
-#include <linux/sched.h>
 #include <linux/seccomp.h>
 #include <poll.h>
 #include <signal.h>
@@ -397,9 +396,7 @@ static void start_task(void)
         arguments.flags = CLONE_INTO_CGROUP;
     /* A stream gives us a report even when the child ends with its byte unread (ECONNRESET). */
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, control) == 0, STEP_clone);
-    task = (pid_t)syscall(SYS_clone3, &arguments, sizeof arguments);
-    if (task < 0 && errno == ENOSYS && !arguments.flags) /* hidden, as by the filters of containers */
-        task = (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+    task = (pid_t)clone_process(&arguments);
     require(task >= 0, STEP_clone);
     if (task == 0)
         become_task();

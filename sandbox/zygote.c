@@ -14,7 +14,6 @@
 #include "zygote.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -154,6 +153,15 @@ static void be_copy(char *name)
     make_calls(program);
 }
 
+long clone_process(const struct clone_args *arguments)
+{
+    long pid = syscall(SYS_clone3, arguments, sizeof *arguments);
+    if (pid < 0 && errno == ENOSYS && !(arguments->flags & CLONE_INTO_CGROUP))
+        pid = syscall(SYS_clone, arguments->flags | arguments->exit_signal, NULL,
+                      (void *)(uintptr_t)arguments->pidfd, NULL, NULL);
+    return pid;
+}
+
 void be_zygote(char *name)
 {
     static const uint64_t every_signal = ~UINT64_C(0);
@@ -171,9 +179,7 @@ void be_zygote(char *name)
             .pidfd = (uint64_t)(uintptr_t)&pidfd,
             .cgroup = count_cgroups() ? (uint64_t)(unsigned)received[0] : 0,
         };
-        long pid = syscall(SYS_clone3, &arguments, sizeof arguments);
-        if (pid < 0 && errno == ENOSYS && !count_cgroups()) /* hidden, as by the filters of containers */
-            pid = syscall(SYS_clone, arguments.flags, NULL, &pidfd, NULL, NULL);
+        long pid = clone_process(&arguments);
         if (pid == 0) {
             be_copy(name);
             return;
