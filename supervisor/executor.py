@@ -20,7 +20,7 @@ import structlog
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.supervisor.admission import Admission
-from stockade.supervisor.adoption import reconcile
+from stockade.supervisor.adoption import CUT, reconcile
 from stockade.supervisor.errors import JournalError, RejectedError
 from stockade.supervisor.heartbeat import Load
 from stockade.supervisor.journal import Journal, Row
@@ -157,7 +157,8 @@ class Executor:
             self.turns.hold(task)
             if task.planned is None or isinstance(task.planned.plan, LoopPlan):
                 self.take_on(task)
-                task.end(lost("the worker was restarted while the task ran in it"))
+                ran = "the worker was restarted while the task ran in it"
+                task.end(lost(ran if row.state is State.RUNNING else CUT))
 
     def take_on(self, task: LiveTask) -> None:
         """Follow a recovered task to its end, which the spawner (or nobody) tells."""

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from executor_lab import ExecutorLab, Life, shell
 from worker_process import in_charge
@@ -167,17 +168,24 @@ def test_task_whose_script_was_damaged_never_runs_what_is_left_of_it(
             await journal.set_meta(TOKEN, token)
         script = f"mktemp {place}/run-XXXX; : {'x' * 5000}"
         await journal.accept(shell("t", script), initial=state)
+        url = f"http://127.0.0.1:1/{'x' * 5000}"
+        await journal.accept(
+            msgspec.structs.replace(shell("u", url), task_type="http"), initial=state
+        )
 
     async def recover(life: Life) -> None:
         outcome = await life.reporter.outcome("t")
         assert (outcome.status, outcome.error_code) == (Status.FAILED, ErrorCode.WORKER_LOST)
         may_have_run = state is State.RUNNING and token != "the same"
         assert ("never ran" in outcome.reason) is not may_have_run
+        outcome = await life.reporter.outcome("u")
+        assert (outcome.status, outcome.error_code) == (Status.FAILED, ErrorCode.WORKER_LOST)
+        assert ("never ran" in outcome.reason) is (state is State.ACCEPTED)
 
     lab.live(connect)
     lab.with_journal(crash)
     with contextlib.closing(sqlite3.connect(lab.place / "journal.db")) as journal:
-        assert journal.execute("DELETE FROM payloads").rowcount == 1
+        assert journal.execute("DELETE FROM payloads").rowcount == 2
         journal.commit()
     lab.live(recover)
     assert runs(place) == 0
