@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine_lab import Docker, EngineFailedError
-from lab import apt, parcel, roots, wheels
+from lab import debian_root, parcel, roots, wheels
 from lab.hosts import HOSTS
 from recording_scheduler import RecordingScheduler
 from worker_process import DEADLINE_S
@@ -20,7 +20,6 @@ from stockade.platform import prctl
 
 FOLDER: Final = parcel.CHECKOUT / "deploy/container"
 TAG: Final = "stockade"
-NAMESPACES: Final = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 # Where cgroup v2 lies beside v1, engines give containers v1 alone, so that they take the host's.
 UNIFIED: Final = CGROUPS / "unified"
@@ -95,16 +94,8 @@ class ImageEngine(Docker):
         host = HOSTS["debian12"]
         (base,) = set(re.findall(r"^FROM (\S+)", (FOLDER / "Dockerfile").read_text(), re.M))
         root = self.place / "root"
-        options = [f"--aptopt={option}" for option in apt.transport_options()]
-        sources = [source.line() for source in apt.sources_for(host.suite)]
-        subprocess.run(
-            [*NAMESPACES, "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase",
-             "--dpkgopt=force-unsafe-io", *options, host.suite, str(root), *sources],
-            check=True,
-        )  # fmt: skip
-        cache = roots.cache_directory()
-        cache.mkdir(parents=True, exist_ok=True)
-        wheels.download(host, root / "wheels", cache)
+        subprocess.run(debian_root.command(host, root), check=True)
+        wheels.download(host, root / "wheels", roots.cache_directory())
         (root / "etc/pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
         with subprocess.Popen(
             ["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from recording_scheduler import RecordingScheduler
 from spawner_client import lives
 from worker_process import eventually
@@ -25,6 +26,17 @@ NOT_OURS = (
     "/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/subuid", "/etc/subgid",
     "/var/lib/pam/",
 )  # fmt: skip
+
+
+def beside(name: str, script: str) -> tuple[Path, list[pytest.MarkDecorator]]:
+    """The folder that a script takes to a lab host, and what tests that need it are marked with."""
+    folder = Path(__file__).parents[2] / name
+    return folder, [
+        pytest.mark.needs_cgroup2_controllers,
+        pytest.mark.needs_systemd,
+        pytest.mark.needs_lab,
+        pytest.mark.skipif(not folder.is_dir(), reason=f"needs what {script} puts in {folder}"),
+    ]
 
 
 @dataclasses.dataclass

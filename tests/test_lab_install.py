@@ -18,6 +18,7 @@ from installed_host import (
     UNIT,
     Host,
     begin,
+    beside,
     command,
     files,
     fresh_host,
@@ -32,15 +33,7 @@ from stockade.platform import proc
 CHECKOUT = Path(__file__).parents[1]
 # /opt/stockade is what runs these tests.
 PREFIX = "/opt/installed/stockade"
-WHEELS = CHECKOUT.parent / "stockade-wheels"
-pytestmark = [
-    pytest.mark.needs_cgroup2_controllers,
-    pytest.mark.needs_systemd,
-    pytest.mark.needs_lab,
-    pytest.mark.skipif(
-        not WHEELS.is_dir(), reason=f"needs the dependencies of tests/install_lab in {WHEELS}"
-    ),
-]
+WHEELS, pytestmark = beside("stockade-wheels", "tests/install_lab")
 
 
 @pytest.fixture(scope="module")

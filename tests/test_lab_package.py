@@ -21,6 +21,7 @@ from installed_host import (
     URL,
     Host,
     begin,
+    beside,
     command,
     files,
     fresh_host,
@@ -35,15 +36,7 @@ from worker_process import eventually, processes_that_name
 
 from stockade.platform import cgroup, proc
 
-PACKAGES = Path(__file__).parents[2] / "stockade-packages"
-pytestmark = [
-    pytest.mark.needs_cgroup2_controllers,
-    pytest.mark.needs_systemd,
-    pytest.mark.needs_lab,
-    pytest.mark.skipif(
-        not PACKAGES.is_dir(), reason=f"needs the packages of tests/package_lab in {PACKAGES}"
-    ),
-]
+PACKAGES, pytestmark = beside("stockade-packages", "tests/package_lab")
 
 
 def package(*, is_next: bool) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lab import apt, wheels
+from lab import debian_root, wheels
 from lab.errors import LabError, LabUnavailableError
 from lab.hosts import LAB, Host, read_list
 
@@ -63,7 +63,9 @@ def make(host: Host, work: Path, cache: Path) -> None:
     with _step(host, "dependencies"):
         wheels.download(host, files, cache)
     with _step(host, "packages"):
-        _run(mmdebstrap_command(host, root))
+        # Before the kernel is configured, so that its initramfs is made once and small.
+        early = f'--essential-hook=cp -r {shlex.quote(str(EARLY_OVERLAY))}/. "$1"'
+        _run(debian_root.command(host, root, read_list(PACKAGES), [early]))
     with _step(host, "virtual environment"):
         _install_wheels(root, files)
     with _step(host, "disk"):
@@ -77,21 +79,6 @@ def make(host: Host, work: Path, cache: Path) -> None:
         disk.touch()
         os.truncate(disk, DISK_BYTES)
         _run(["mke2fs", "-q", "-t", "ext4", "-L", "lab", "-m", "0", "-d", str(root), str(disk)])
-
-
-def mmdebstrap_command(host: Host, root: Path) -> list[str]:
-    """The command that makes the root in directory ``root``."""
-    sources = apt.sources_for(host.suite)
-    # In namespaces of their own: whatever it mounts in the root and starts there is gone with it,
-    # however it ends, so that removing a root never walks into the machine's /proc or /dev.
-    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    command += ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", "--components=main"]
-    command += ["--dpkgopt=force-unsafe-io"]
-    command += [f"--include={','.join(read_list(PACKAGES))}"]
-    command += [f"--aptopt={option}" for option in apt.transport_options()]
-    # Before the kernel is configured, so that its initramfs is made once and small.
-    command += [f'--essential-hook=cp -r {shlex.quote(str(EARLY_OVERLAY))}/. "$1"']
-    return [*command, host.suite, str(root), *(source.line() for source in sources)]
 
 
 def _install_wheels(root: Path, files: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from lab import recipe, wheels
+from lab import debian_root, recipe, wheels
 from lab.hosts import LAB, Host, read_list
 from lab.locking import locked
 
@@ -60,7 +60,8 @@ def key(host: Host) -> str:
     parts += [*read_list(recipe.PACKAGES), *wheels.requirements()]
     digest.update("\0".join(parts).encode())
     overlays = [*recipe.OVERLAY.rglob("*"), *recipe.EARLY_OVERLAY.rglob("*")]
-    for path in sorted([*overlays, Path(recipe.__file__), Path(wheels.__file__)]):
+    modules = [Path(str(module.__file__)) for module in (debian_root, recipe, wheels)]
+    for path in sorted([*overlays, *modules]):
         if path.is_file():
             mode = path.stat().st_mode & 0o111
             digest.update(f"\0{path.relative_to(LAB)}\0{mode}\0".encode() + path.read_bytes())

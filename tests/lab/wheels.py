@@ -67,6 +67,7 @@ def download(host: Host, target: Path, cache: Path) -> None:
         LabError: pip failed; its words are on stderr.
     """
     target.mkdir()
+    cache.mkdir(parents=True, exist_ok=True)
     for command in download_commands(_pip(cache), host, target):
         ended = subprocess.run(command, check=False)
         if ended.returncode != 0:
