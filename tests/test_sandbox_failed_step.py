@@ -28,7 +28,7 @@ from stockade.sandbox.spawner_start import start_spawner
 from stockade.sandbox.system_steps import Keep
 from stockade.sandbox.zygote import Ground, Zygote
 
-LAUNCHER = Path(__file__).parent.parent / "sandbox/launcher.c"
+SOURCES = (Path(__file__).parent.parent / "sandbox").glob("*.c")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes mount namespaces")
 Start = Callable[..., Outcome]
 
@@ -121,7 +121,7 @@ def test_every_step_is_told_with_its_call_and_error(step: Step, *, is_confined: 
 
 
 def test_calls_are_those_that_the_launcher_makes() -> None:
-    source = LAUNCHER.read_text()
+    source = "".join(file.read_text() for file in SOURCES)
     for step, call in CALLS.items():
         name = re.sub(r"\(.*", "", call)
         assert re.search(rf"\b(SYS_)?{name}(64)?\b", source), (step, call)
