@@ -82,6 +82,9 @@ _START_CALLS = (
 _AFTERMATH_S = 0.3
 _LIFE_S = 20.0
 _BOTH_S = 0.2
+# How often, and how long in all, it is waited for that a worker serves again.
+_STARTS = 5
+_COMING_BACK_S = 4 * DEADLINE_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -342,18 +345,21 @@ class Sweep:
         (self._runs / "gate").unlink(missing_ok=True)
 
     def _come_back(self, tally: Tally) -> bool:
-        """The service manager's part: start it again until it serves."""
-        for _ in range(5):
+        """The service manager's part: start it again when it has ended, until it serves."""
+        end = time.monotonic() + _COMING_BACK_S
+        starts = 0
+        while time.monotonic() < end:
             process = self._worker.process
-            if process is not None and process.poll() is None:
-                end = time.monotonic() + DEADLINE_S
-                while process.poll() is None and time.monotonic() < end:
-                    if self._is_serving() and len(self._worker.spawners()) == 2:
-                        self._url = self._worker.url
-                        return True
-                    time.sleep(0.02)
-            tally.restarts += 1
-            self._worker.launch()
+            if process is None or process.poll() is not None:
+                if starts == _STARTS:
+                    return False
+                starts += 1
+                tally.restarts += 1
+                self._worker.launch()
+            elif self._is_serving() and len(self._worker.spawners()) == 2:
+                self._url = self._worker.url
+                return True
+            time.sleep(0.02)
         return False
 
     def _is_serving(self) -> bool:
