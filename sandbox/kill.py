@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # A round of kill(-1) in the reaper child; it stops by looking, this only bounds a lost race.
 _ROUNDS: Final = 1000
+# That see nobody, one after the other, before the witness of parentage is killed.
+_LOOKS: Final = 5
 
 
 class Reach(Protocol):
@@ -117,8 +119,9 @@ class ScatteredReach:
 
     def kill_launcher_too(self) -> None:
         self.kill()
-        # Last, since it is by their parentage that most of them are found.
-        if self._launcher_pidfd >= 0 and not self.members():
+        # Last, since it is by their parentage that most of them are found; and one that forks for
+        # ever is missed by a look now and then.
+        if self._launcher_pidfd >= 0 and not any(self.members() for _ in range(_LOOKS)):
             pidfd.send_signal(self._launcher_pidfd, signal.SIGKILL)
 
     def gone(self) -> bool:

@@ -206,6 +206,22 @@ def test_what_was_stopped_is_killed_also_when_the_next_look_misses_it(launch: La
     eventually(lambda: not any(lives(pid) for pid in slot.started))
 
 
+def test_launcher_outlives_what_a_look_misses_now_and_then(launch: Launch) -> None:
+    class Flickering(ScatteredReach):
+        looks = 0
+
+        def kill(self) -> None:
+            """As with a process that has forked again by the time of the signal."""
+
+        def members(self) -> list[int]:
+            self.looks += 1
+            return super().members() if self.looks % 3 == 0 else []
+
+    slot = launch()
+    Flickering(slot.pid, slot.pidfd, slot.task, None).kill_launcher_too()
+    assert lives_on(slot.pid)
+
+
 @pytest.mark.parametrize(
     ("uid", "found"),
     [
