@@ -20,12 +20,12 @@ pytestmark = [
     ("scenario", "share"),
     [
         ("life", 0.06),
-        ("takeover", 0.03),
-        ("restart", 0.05),
-        ("boot", 0.03),
-        ("pairs", 0.02),
-        ("errors", 0.08),
-        ("journal", 0.04),
+        ("takeover", 0.015),
+        ("restart", 0.03),
+        ("boot", 0.015),
+        ("pairs", 0.008),
+        ("errors", 0.03),
+        ("journal", 0.02),
     ],
 )
 def test_death_or_disk_error_at_any_call_loses_and_doubles_nothing(
