@@ -482,11 +482,14 @@ class Sweep:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
             )  # fmt: skip
-        # strace makes short-lived children of its own first, which try what the kernel can.
         command = f"{self._worker.place}/stockade.toml"
 
         def look() -> int:
-            found = [p for p in processes_that_name(command) if p in proc.children(tracer.pid)]
+            found = [
+                pid
+                for pid in processes_that_name(command)
+                if pid in proc.children(tracer.pid) and _has_executed(pid)
+            ]
             # It may have died at its very first call.
             return found[0] if found else -1 if tracer.poll() is not None else 0
 
@@ -539,6 +542,14 @@ class Sweep:
 def _is_launcher(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"stockade-launcher")
+    except OSError:
+        return False
+
+
+def _has_executed(pid: int) -> bool:
+    """Whether a child of strace is the command by now, and none that tries what the kernel can."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text() != "strace\n"
     except OSError:
         return False
 
