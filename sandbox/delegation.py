@@ -7,13 +7,14 @@ by hand    root without systemd, or in a container: a group beside or below pid 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stockade.platform import cgroup
+from stockade.platform import cgroup, proc
 from stockade.platform.cgroup import Group
 from stockade.sandbox import systemd
 from stockade.sandbox.systemd import Manager
@@ -22,6 +23,7 @@ CONTROLLERS: Final = ("cpu", "io", "memory", "pids")
 # A group below the root that has processes cannot enable controllers for others (cgroups(7), "no
 # internal processes"), so what is there already is moved to a leaf of this name.
 ASIDE: Final = "stockade-aside"
+_PROBE: Final = "stockade-probe-"
 
 _BOOT_V2: Final = "boot with cgroup v2 (kernel parameter systemd.unified_cgroup_hierarchy=1)"
 _BOOT_V2_ALONE: Final = (
@@ -125,8 +127,9 @@ def _by_hand(mount: Path) -> Delegation:
     reason = ""
     for parent in _candidates(mount):
         # Tried, since a file's mode tells little (read-only mounts, delegation, user namespaces).
-        probe = Group(parent / f"stockade-probe-{os.getpid()}")
+        probe = Group(parent / f"{_PROBE}{os.getpid()}")
         try:
+            _remove_stale_probes(parent)
             probe.create()
             has_kill = probe.has_kill
             probe.remove()
@@ -137,6 +140,16 @@ def _by_hand(mount: Path) -> Delegation:
         if found is None or len(here.controllers) > len(found.controllers):
             found = here
     return found or Delegation(None, reason=reason, mend=_CONTAINER)
+
+
+def _remove_stale_probes(parent: Path) -> None:
+    """Removes what is left of those that were killed before they could do it themselves."""
+    for path in parent.glob(f"{_PROBE}*"):
+        pid = path.name.removeprefix(_PROBE)
+        if pid.isdecimal() and proc.process(int(pid)) is None:
+            # Another worker may be at it too.
+            with contextlib.suppress(OSError):
+                Group(path).remove()
 
 
 def _candidates(mount: Path) -> Iterable[Path]:
