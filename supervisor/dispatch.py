@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from stockade.supervisor.wire.messages import HttpRequest
@@ -16,7 +18,8 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
         link: the link it came by and is reported over: ``http``, ``grpc``, ``nats``.
         task_type: trimmed and lower case; may be unknown.
         timeout_s: wish in seconds; None means the worker's default.
-        limits: raw wishes by limit name, checked when the task is planned.
+        limits: raw wishes by limit name, of any type that JSON has; checked when the task is
+            planned, and not before: what was accepted must come back from the journal.
     """
 
     instance_id: str
@@ -32,6 +35,6 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     shard_total: int = 0
     idempotency_key: str = ""
     profile: str | None = None
-    limits: dict[str, str | int | float | None] = {}
+    limits: dict[str, Any] = {}
     http: HttpRequest | None = None
     files: dict[str, str] = {}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from executor_lab import SCHEDULER, ExecutorLab, Life
 
-from stockade.sandbox.outcome import Status
+from stockade.sandbox.outcome import ErrorCode, Status
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.intake import normalise
 from stockade.supervisor.states import State
@@ -78,6 +78,25 @@ def test_dispatch_is_in_the_journal_when_it_is_answered(lab: ExecutorLab) -> Non
         assert row.state is not State.ACCEPTED
 
     lab.live(body)
+
+
+@pytest.mark.parametrize("wish", [True, [64], {"bytes": 64}])
+def test_wish_of_a_wrong_type_is_reported_also_after_a_restart(lab: ExecutorLab, wish: Any) -> None:
+    async def crash(life: Life) -> None:
+        await life.dispatch("first", "sleep 300")
+        await life.dispatch("t", "true", limits={"memory_max": wish})
+        await life.dispatch("t", "true", limits={"memory_max": wish})
+        assert len(await life.journal.recent(10)) == 2
+
+    async def recover(life: Life) -> None:
+        await life.intake.cancel("first")
+        outcome = await life.reporter.outcome("t")
+        assert outcome.error_code is ErrorCode.INVALID_REQUEST
+        (row,) = await life.journal.find("t")
+        assert row.state is State.FINISHED
+
+    lab.live(crash, max_concurrency=1)
+    lab.live(recover, max_concurrency=1)
 
 
 def test_same_id_many_times_at_once_runs_once(lab: ExecutorLab) -> None:
