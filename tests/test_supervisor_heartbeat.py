@@ -246,6 +246,24 @@ def test_a_scheduler_that_takes_registrations_and_forgets_them_is_not_flooded(
     assert all(later - earlier > 0.01 for earlier, later in pairwise(times))
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Mon, 01 Jan 2024 00:00:00 +99999999999999999999",
+        "Mon, 99999999999999999999 Jan 2024 00:00:00 GMT",
+        "9" * 4000,
+        "soon",
+    ],
+)
+def test_a_retry_after_that_is_no_time_ends_no_heartbeat(tmp_path: Path, header: str) -> None:
+    async def body(worker: Worker) -> None:
+        await seen(scheduler, at_least(REGISTER_PATH, 3))
+
+    with RecordingScheduler() as scheduler:
+        scheduler.misbehave(Answer(503, {}, {"Retry-After": header}))
+        beating(tmp_path, scheduler, body)
+
+
 def test_a_wall_clock_that_jumps_moves_no_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,5 +216,6 @@ def _retry_after_s(header: str | None) -> float | None:
     try:
         moment = email.utils.parsedate_to_datetime(header)
         return max(0.0, (moment - datetime.datetime.now(datetime.UTC)).total_seconds())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
+        # The last is for numbers in a date or its time zone that no clock holds.
         return None
