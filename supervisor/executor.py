@@ -287,7 +287,9 @@ class Executor:
         await self._finish(task, outcome)
 
     async def _carry_out(self, task: LiveTask) -> Outcome:
-        if task.phase is Phase.RECOVERED or task.ended.done():
+        if task.phase is not Phase.UNSENT or task.ended.done():
+            # Recovered, and by now perhaps found to run: nothing of it is to be planned or sent,
+            # the less since what it was to do may be known in short only.
             return await task.ended
         planned = self._planner.plan(task.row.dispatch)
         task.planned = planned

@@ -9,7 +9,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,7 +84,12 @@ class Life:
     """One life of a supervisor: ends without a word, as a crash does, when the body returns."""
 
     def __init__(
-        self, lab: ExecutorLab, journal: Journal, max_concurrency: int, worker: dict[str, str]
+        self,
+        lab: ExecutorLab,
+        journal: Journal,
+        max_concurrency: int,
+        types: Sequence[TaskType],
+        worker: dict[str, str],
     ) -> None:
         self.journal = journal
         self.reporter = RecordingReporter()
@@ -96,7 +101,7 @@ class Life:
             access=Access((), DENIED_BY_DEFAULT),
         )
         shell = ShellTask(path="/usr/bin:/bin", lang="C.UTF-8", extra={})
-        self.types: dict[str, TaskType] = {"shell": shell, "http": self.http}
+        self.types: dict[str, TaskType] = {made.name: made for made in (shell, self.http, *types)}
         reporter = cast(Reporter, self.reporter)
         keys = {f"worker.{name}": value for name, value in worker.items()}
         # Whatever else this machine does: no test waits for it unless it asks to.
@@ -159,13 +164,23 @@ class ExecutorLab:
         return processes_that_name(f'"runtime_dir": "{self.settings.runtime_dir}"')
 
     def live(
-        self, body: Callable[[Life], Awaitable[None]], *, max_concurrency: int = 4, **worker: str
+        self,
+        body: Callable[[Life], Awaitable[None]],
+        *,
+        max_concurrency: int = 4,
+        types: Sequence[TaskType] = (),
+        **worker: str,
     ) -> None:
-        """A life: recovers, connects, runs ``body``, crashes. ``worker``: keys of [worker]."""
+        """A life: recovers, connects, runs ``body``, crashes.
+
+        Args:
+            types: task types besides the built-in ones.
+            worker: keys of [worker].
+        """
 
         async def main() -> None:
             journal = await Journal.open(self.place / "journal.db")
-            life = Life(self, journal, max_concurrency, worker)
+            life = Life(self, journal, max_concurrency, types, worker)
             assert life.executor.spawner.client is not None
             life.executor.recover(await journal.unfinished())
             connection = asyncio.create_task(life.executor.spawner.client.run())

@@ -18,6 +18,7 @@ from stockade.supervisor.adoption import TOKEN
 from stockade.supervisor.journal import Journal
 from stockade.supervisor.live_task import Phase
 from stockade.supervisor.states import State
+from stockade.supervisor.task_types.base import Dispatch, ProcessPlan, TaskType, invalid
 from stockade.supervisor.wire.messages import HttpRequest
 
 
@@ -151,6 +152,37 @@ def test_task_of_another_life_of_the_records_is_lost_and_never_runs(
     lab.with_journal(crash)
     lab.live(recover)
     assert runs(place) == 0
+
+
+def test_adopted_task_is_neither_planned_nor_told_again(lab: ExecutorLab, place: Path) -> None:
+    place.chmod(0o777)
+
+    class Wordy(TaskType):
+        name = "wordy"
+
+        def plan(self, dispatch: Dispatch) -> ProcessPlan:
+            if not dispatch.payload.endswith(" END"):
+                raise invalid("the payload has no end")
+            script = f"until [ -e {place}/go ]; do sleep 0.05; done; echo gone"
+            return ProcessPlan(("/bin/sh", "-c", script), {"PATH": "/usr/bin:/bin"})
+
+    async def crash(life: Life) -> None:
+        await life.dispatch("t", "x" * 5000 + " END", task_type="wordy")
+        await life.reporter.until(lambda: "running" in life.reporter.told["t"])
+
+    async def recover(life: Life) -> None:
+        (task,) = life.executor.find("t")
+        assert task.phase is Phase.RUNNING
+        # What a Start would be answered with has come when this has.
+        assert life.executor.spawner.client is not None
+        assert len(await life.executor.spawner.client.list_tasks()) == 1
+        assert task.phase is Phase.RUNNING
+        (place / "go").touch()
+        assert (await life.reporter.outcome("t")).status is Status.SUCCESS
+        assert life.reporter.told["t"] == ["running", "success"]
+
+    lab.live(crash, types=[Wordy()])
+    lab.live(recover, types=[Wordy()])
 
 
 @pytest.mark.parametrize("token", ["the same", "another boot"])
