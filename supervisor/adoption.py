@@ -3,6 +3,7 @@
     the executor holds it as    the spawner knows it            it does not
     recovered from the journal  adopted, or its end taken over  same token: queued again; else lost
     the same, script damaged    the same                        lost
+    the same, no plan for it    the same                        lost
     sent                        the same                        same token: sent again; else lost
     running                     the same                        lost
     anything else               is not asked about
@@ -64,9 +65,11 @@ async def reconcile(executor: Executor, welcome: Welcome) -> None:
                 os.close(output_fd)
         elif known is not None:
             _take_over(executor, task, known, output_fd)
-        elif same_life and task.phase is Phase.SENT:
+        elif not same_life or task.planned is None:
+            given_up.append(task)
+        elif task.phase is Phase.SENT:
             task.phase = Phase.UNSENT
-        elif same_life and task.phase is Phase.RECOVERED:
+        elif task.phase is Phase.RECOVERED:
             never_started.append(task)
         else:
             given_up.append(task)

@@ -152,10 +152,11 @@ class Executor:
             task.phase = Phase.RECOVERED
             task.recovered = True
             task.cancel_reason = "cancelled" if row.cancelled else ""
-            with contextlib.suppress(RejectedError):
-                task.planned = self._planner.plan(row.dispatch)
+            # None where its type, or what it asks for, is not to be had any more. It may live all
+            # the same: what this life would run is not what the one before has started.
+            task.planned = self._planner.plan_if_possible(row.dispatch)
             self.turns.hold(task)
-            if task.planned is None or isinstance(task.planned.plan, LoopPlan):
+            if task.planned is not None and isinstance(task.planned.plan, LoopPlan):
                 self.take_on(task)
                 ran = "the worker was restarted while the task ran in it"
                 task.end(lost(ran if row.state is State.RUNNING else CUT))
@@ -280,6 +281,7 @@ class Executor:
         except RejectedError as error:
             outcome = refused(error)
         except TaskTypeFaultError as error:
+            log.exception("a task type is at fault", task_type=task.row.dispatch.task_type)
             outcome = Outcome(Status.FAILED, ErrorCode.SPAWN_FAILED, reason=str(error)[:1000])
         except Exception as error:
             log.exception("a task's start failed", seq=task.seq)

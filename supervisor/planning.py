@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import structlog
-
 from stockade.platform.errors import StockadeError
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
@@ -16,8 +14,6 @@ from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.limits import effective
 from stockade.supervisor.process_plan import ProcessPlan
 from stockade.supervisor.task_types.base import LoopPlan, Plan, TaskType
-
-log = structlog.get_logger(__name__)
 
 
 class UnsupportedTaskTypeError(RejectedError):
@@ -90,6 +86,13 @@ class Planner:
         )
         return Planned(_planned_by(task_type, dispatch), limits, profile, notes)
 
+    def plan_if_possible(self, dispatch: Dispatch) -> Planned | None:
+        """What `plan` gives; None for a task that cannot be run, whosever fault that is."""
+        try:
+            return self.plan(dispatch)
+        except (RejectedError, TaskTypeFaultError):
+            return None
+
     def _choose_profile(self, wish: str | None) -> str:
         if wish is not None and wish not in PROFILES:
             raise RejectedError(
@@ -113,7 +116,6 @@ def _planned_by(task_type: TaskType, dispatch: Dispatch) -> Plan:
     except RejectedError:
         raise
     except Exception as error:
-        log.exception("a task type is at fault", task_type=dispatch.task_type)
         raise TaskTypeFaultError(
             f"fault in task type {dispatch.task_type}: {type(error).__name__}: {error}"
         ) from error

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 from collections.abc import Callable
 
 from stockade.sandbox.limits import Limits
 from stockade.supervisor.admission import Admission
-from stockade.supervisor.errors import RejectedError
 from stockade.supervisor.live_task import LiveTask, Phase
 from stockade.supervisor.planning import Planner
 from stockade.supervisor.task_types.base import LoopPlan
@@ -131,16 +129,12 @@ class Turns:
         )
 
     def _is_loop_task(self, task: LiveTask) -> bool:
-        with contextlib.suppress(RejectedError):
-            return isinstance(self._planner.plan(task.row.dispatch).plan, LoopPlan)
-        return False
+        planned = self._planner.plan_if_possible(task.row.dispatch)
+        return planned is not None and isinstance(planned.plan, LoopPlan)
 
     def _limits_of(self, task: LiveTask) -> Limits | None:
-        """What the task may come to use; None when it uses nothing or will be refused."""
+        """What the task may come to use; None when it uses nothing or cannot be run."""
         if not self._admission.counts:
             return None
-        try:
-            planned = task.planned or self._planner.plan(task.row.dispatch)
-        except RejectedError:
-            return None
-        return None if isinstance(planned.plan, LoopPlan) else planned.limits
+        planned = task.planned or self._planner.plan_if_possible(task.row.dispatch)
+        return None if planned is None or isinstance(planned.plan, LoopPlan) else planned.limits

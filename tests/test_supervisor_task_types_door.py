@@ -188,6 +188,60 @@ def test_fault_in_validate_and_plan_is_the_types_own(lab: ExecutorLab) -> None:
     assert outcome.reason.startswith("fault in task type good: KeyError")
 
 
+class Breaks(Good):
+    """Its plan is a fault."""
+
+    def plan(self, dispatch: Dispatch) -> LoopPlan:
+        raise KeyError("x")
+
+
+def test_fault_in_plan_holds_up_nobody_where_promises_are_counted(lab: ExecutorLab) -> None:
+    async def body(life: Life) -> None:
+        await life.dispatch("t", "payload", task_type="good")
+        assert (await life.reporter.outcome("t")).error_code is ErrorCode.SPAWN_FAILED
+        await life.dispatch("after", "true")
+        assert (await life.reporter.outcome("after")).status is Status.SUCCESS
+
+    lab.live(body, types=[Breaks()], memory_max="1G")
+
+
+def test_fault_in_plan_holds_up_nobody_while_a_reload_waits(lab: ExecutorLab) -> None:
+    async def body(life: Life) -> None:
+        await life.dispatch("first", "sleep 300")
+        await life.dispatch("t", "payload", task_type="good")
+        await life.dispatch("after", "true")
+        await life.executor.let_loop_tasks_end(10.0)
+        await life.intake.cancel("first")
+        assert (await life.reporter.outcome("first")).status is Status.CANCELLED
+        assert (await life.reporter.outcome("t")).error_code is ErrorCode.SPAWN_FAILED
+        assert (await life.reporter.outcome("after")).status is Status.SUCCESS
+
+    lab.live(body, types=[Breaks()], max_concurrency=1)
+
+
+def test_task_that_lives_is_adopted_although_its_type_is_at_fault_now(
+    lab: ExecutorLab, place: Path
+) -> None:
+    place.chmod(0o777)
+
+    class Waits(Good):
+        def plan(self, dispatch: Dispatch) -> Any:
+            script = f"until [ -e {place}/go ]; do sleep 0.05; done; echo gone"
+            return ProcessPlan(("/bin/sh", "-c", script), {"PATH": "/usr/bin:/bin"})
+
+    async def crash(life: Life) -> None:
+        await life.dispatch("t", "payload", task_type="good")
+        await life.reporter.until(lambda: "running" in life.reporter.told["t"])
+
+    async def recover(life: Life) -> None:
+        (place / "go").touch()
+        assert (await life.reporter.outcome("t")).status is Status.SUCCESS
+        assert life.reporter.rows["t"].excerpt == "gone\n"
+
+    lab.live(crash, types=[Waits()])
+    lab.live(recover, types=[Breaks()])
+
+
 def test_validate_refuses_as_invalid_request(lab: ExecutorLab) -> None:
     class Validates(Good):
         def validate(self, dispatch: Dispatch) -> None:
