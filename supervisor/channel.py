@@ -225,6 +225,8 @@ class Channel:
                 self._down = False
                 self._probes = 0
                 self._outage.recovered(NAME)
+                # Whoever found out goes on alone unless the others are started here.
+                self._pump()
             return
         self._failing.add(delivery.seq)
         if self._down and not probe:
