@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
@@ -131,6 +132,7 @@ def decode_row(values: Sequence[Any], whole: bytes | None = None) -> Row:
         ValueError: the state is not one of ours.
     """
     outcome = values[6]
+    dispatch, is_whole = _decode_dispatch(values[12], whole)
     return Row(
         seq=values[0],
         state=State(values[1]),
@@ -144,9 +146,17 @@ def decode_row(values: Sequence[Any], whole: bytes | None = None) -> Row:
         cancelled=bool(values[9]),
         error=values[10],
         stored_bytes=values[11],
-        dispatch=_DISPATCH.decode(values[12] if whole is None else whole),
-        is_cut=whole is None and values[12].startswith(_SUMMARY),
+        dispatch=dispatch,
+        is_cut=not is_whole,
     )
+
+
+def _decode_dispatch(inline: bytes, whole: bytes | None) -> tuple[Dispatch, bool]:
+    """The dispatch, and whether it is whole: a whole one that is damaged is as good as lost."""
+    if whole is not None:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return _DISPATCH.decode(whole), True
+    return _DISPATCH.decode(inline), not inline.startswith(_SUMMARY)
 
 
 def quoted(states: frozenset[State]) -> str:

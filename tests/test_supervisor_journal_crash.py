@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -31,6 +32,7 @@ SUCCESS = Outcome(Status.SUCCESS, exit_code=0)
 PAGE_BYTES = 4096
 # Of payloads: kept in the row, and apart from it.
 SHORT, LONG = 1500, 3000
+NAME_OF_ID = b'"instance_id"'
 needs_mount = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a tmpfs needs root"
 )
@@ -367,6 +369,15 @@ def damage_pages(path: Path) -> None:
             file.write(random.Random(page).randbytes(PAGE_BYTES))
 
 
+def damage_texts(path: Path) -> None:
+    """What rows hold, some in short and some whole; the database itself stays in order."""
+    first, *others = path.read_bytes().split(NAME_OF_ID)
+    damaged = (
+        b'"instance_\xff\xff"' if number % 9 == 0 else NAME_OF_ID for number in itertools.count()
+    )
+    path.write_bytes(first + b"".join(a + b for a, b in zip(damaged, others, strict=False)))
+
+
 def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -386,6 +397,7 @@ def empty_beside_a_log(path: Path) -> None:
     [
         (damage_header, False),
         (damage_pages, True),
+        (damage_texts, True),
         (cut_in_half, True),
         (cut_to_part_of_a_page, False),
         (empty_beside_a_log, False),
