@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -20,6 +19,7 @@ from stockade.supervisor.executor import Executor
 from stockade.supervisor.journal import Journal
 from stockade.supervisor.links.link import checked_instance_id
 from stockade.supervisor.outages import LineLimit
+from stockade.supervisor.quantities import MAX_SECONDS
 from stockade.supervisor.reporter import Reporter
 from stockade.supervisor.states import UNFINISHED
 from stockade.supervisor.wire.messages import ExecuteRequest
@@ -150,7 +150,8 @@ def normalise(request: ExecuteRequest, link: str, scheduler: str) -> Dispatch:
         raise RejectedError(
             Rejection.INVALID, "cannot take the dispatch: payload holds a NUL character"
         )
-    timeout_s = float(request.timeout_seconds or 0)
+    # JSON's numbers have no end, and a float has.
+    timeout_s = float(max(0, min(request.timeout_seconds or 0, MAX_SECONDS)))
     return Dispatch(
         instance_id=instance_id,
         scheduler=scheduler,
@@ -159,7 +160,7 @@ def normalise(request: ExecuteRequest, link: str, scheduler: str) -> Dispatch:
         task_type=(request.task_type or "").strip().lower(),
         payload=payload,
         image=request.image or "",
-        timeout_s=timeout_s if timeout_s > 0 and math.isfinite(timeout_s) else None,
+        timeout_s=timeout_s or None,
         retry_count=request.retry_count or 0,
         shard_no=request.shard_no or 0,
         shard_total=request.shard_total or 0,

@@ -10,6 +10,7 @@ from executor_lab import SCHEDULER, ExecutorLab, Life
 from stockade.sandbox.outcome import ErrorCode, Status
 from stockade.supervisor.errors import RejectedError, Rejection
 from stockade.supervisor.intake import normalise
+from stockade.supervisor.quantities import MAX_SECONDS
 from stockade.supervisor.states import State
 from stockade.supervisor.wire.messages import ExecuteRequest
 
@@ -48,9 +49,10 @@ def test_missing_fields_mean_empty_and_the_type_is_normalised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout_seconds", "expected"), [(None, None), (0, None), (-1, None), (7, 7.0)]
+    ("timeout_seconds", "expected"),
+    [(None, None), (0, None), (-1, None), (-(10**400), None), (7, 7.0), (10**400, MAX_SECONDS)],
 )
-def test_timeout_that_is_not_positive_means_the_default(
+def test_timeout_that_is_not_positive_means_the_default_and_one_without_end_is_bounded(
     timeout_seconds: int | None, expected: float | None
 ) -> None:
     dispatch = normalise(request(timeout_seconds=timeout_seconds), "http", SCHEDULER)
