@@ -12,14 +12,17 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from stockade.platform.errors import SyscallError
 from stockade.platform.pressure import host_pressure
 from stockade.sandbox.limits import Limits
 from stockade.supervisor.config import WorkerConfig
+from stockade.supervisor.outages import LineLimit
 
 log = structlog.get_logger(__name__)
 
 # The kernel renews its averages every two seconds.
 LOOK_S: Final = 1.0
+UNREAD_LINE_S: Final = 60.0
 
 
 class Promise(NamedTuple):
@@ -49,6 +52,7 @@ class Admission:
         )
         self._promised: dict[int, Promise] = {}
         self.pressure = ""
+        self._unread_lines = LineLimit(UNREAD_LINE_S)
 
     @property
     def counts(self) -> bool:
@@ -102,7 +106,16 @@ class Admission:
 
     def look(self, changed: Callable[[], None]) -> None:
         """One look."""
-        before, self.pressure = self.pressure, self._find_pressure()
+        before = self.pressure
+        try:
+            self.pressure = self._find_pressure()
+        except SyscallError as error:
+            # No descriptor or no memory is left, as may well be under pressure: what was seen last
+            # holds until a look succeeds.
+            others = self._unread_lines.allow()
+            if others is not None:
+                log.warning("the host's pressure cannot be read", reason=str(error), others=others)
+            return
         if bool(before) == bool(self.pressure):
             return
         if self.pressure:

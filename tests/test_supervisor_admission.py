@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,23 @@ def test_under_pressure_the_load_is_full_and_nothing_starts(lab: ExecutorLab) ->
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+def test_pressure_that_cannot_be_read_is_what_it_was_until_it_can() -> None:
+    if cpu_stall() is None:
+        pytest.skip("this kernel counts no pressure")
+    one = admission(pressure_memory="", pressure_cpu="100%")
+    one.pressure = "pressure_cpu 100%"
+    changes: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        one.look(lambda: changes.append(one.pressure))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (one.pressure, changes) == ("pressure_cpu 100%", [])
+    one.look(lambda: changes.append(one.pressure))
+    assert (one.pressure, changes) == ("", [""])
 
 
 def test_stalls_are_those_of_proc() -> None:
