@@ -20,7 +20,8 @@ class ControlClient:
     """Asks one worker.
 
     Args:
-        path: its control.sock; None for the one in the configured runtime_dir.
+        path: its control.sock; None for the one in STOCKADE_WORKER_RUNTIME_DIR, or where a worker
+            that is told of no other runtime_dir has it.
         timeout_s: how long an answer may take.
     """
 

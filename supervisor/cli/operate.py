@@ -25,17 +25,23 @@ RELOAD_S: Final = 90.0
 
 SocketOption = Annotated[
     Path | None,
-    typer.Option("--socket", help="The worker's control.sock; default: in its runtime_dir."),
+    typer.Option(
+        "--socket",
+        help="The worker's control.sock [default: in STOCKADE_WORKER_RUNTIME_DIR, or in the"
+        " default runtime_dir].",
+        show_default=False,
+    ),
 ]
 
 
 def ps(
     *,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Also ended tasks, as far as the history goes.")
+        bool, typer.Option("--all", help="Also ended tasks: the newest 1,000 of all.")
     ] = False,
     undelivered: Annotated[
-        bool, typer.Option("--undelivered", help="Only tasks whose report is still owed.")
+        bool,
+        typer.Option("--undelivered", help="Only tasks whose report is owed: the oldest 1,000."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     socket: SocketOption = None,
