@@ -148,7 +148,9 @@ class Control:
         try:
             offset = int(request.query.get("offset", "0"))
         except ValueError:
-            raise web.HTTPBadRequest(reason="offset is no number") from None
+            offset = -1
+        if offset < 0:
+            raise web.HTTPBadRequest(reason="offset is no number of bytes")
         piece = self._output.read_from(row.seq, offset, PIECE_BYTES)
         following = piece.offset + len(piece.data)
         return web.Response(
@@ -293,6 +295,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return web.json_response({"error": str(error)}, status=STATUS_OF[error.rejection])
     except JournalError as error:
         return web.json_response({"error": str(error)}, status=503)
+    except StockadeError as error:
+        return web.json_response({"error": str(error)}, status=500)
     except json.JSONDecodeError:
         return web.json_response({"error": "the request's body is not JSON"}, status=400)
     except web.HTTPException as error:

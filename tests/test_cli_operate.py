@@ -77,6 +77,19 @@ def test_logs_prints_what_was_printed_and_follows_to_the_end(
     assert stockade("logs", "a/../b", worker=worker).stdout == "one\ntwo\n"
 
 
+def test_logs_says_why_an_output_cannot_be_read(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="echo one")
+    scheduler.terminal_report("t")
+    (head,) = worker.place.glob("**/output/*.head")
+    head.unlink()
+    head.mkdir()
+    answer = stockade("logs", "t", worker=worker)
+    assert answer.returncode == 1
+    assert f"cannot read the output of task {head.stem}: Is a directory" in answer.stderr
+
+
 def test_logs_marks_what_was_cut(
     scheduler: RecordingScheduler, make_worker: Callable[..., WorkerProcess]
 ) -> None:
