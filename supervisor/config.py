@@ -89,6 +89,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: stable name of this worker; also names its cgroup.
         user: whom the supervisor becomes when started as root.
+        history: seconds that a task's row and output stay after that, within a size of 1 GiB.
         uid_min: first uid of the range that tasks run as when the worker was started as root.
         uid_max: last one.
         protocol: the one link to register over; None: each link registers with its scheduler.
@@ -112,6 +113,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     on_unsupported: Annotated[OnUnsupported, choice(OnUnsupported)] = OnUnsupported.REFUSE
     dedup_ttl: Annotated[float, seconds(0)] = 300.0
     dedup_sweep: Annotated[float, seconds(0.01)] = 30.0
+    history: Annotated[float, seconds(0)] = 7 * 86400.0
     protocol: Annotated[Protocol | None, optional(choice(Protocol))] = None
     # A range that no distribution's tools hand out (systemd's documentation, UIDS-GIDS.md, calls
     # 0x70000000 up to 0x7fffffff unused).

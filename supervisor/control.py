@@ -216,7 +216,7 @@ class Control:
         self, request: web.Request, act: Callable[[int], Awaitable[None]]
     ) -> int:
         """Do it to the dead letters that the request names; how many there were."""
-        body = await request.json()
+        body = await _object(request)
         if body.get("all") is True:
             seqs = await self._journal.dead_letter_seqs()
         else:
@@ -242,7 +242,7 @@ class Control:
         return done
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await _object(request)
         stopped = await self._intake.cancel(str(body.get("id", "")))
         return web.json_response({"cancelled": stopped})
 
@@ -285,6 +285,14 @@ class Control:
             "error": row.error,
             "outcome": outcome,
         }
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    """The request's body."""
+    body = await request.json()
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(reason="the request's body is no JSON object")
+    return body
 
 
 @web.middleware

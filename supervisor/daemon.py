@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import structlog
@@ -36,6 +36,7 @@ log = structlog.get_logger(__name__)
 
 # Both the spawner and its standby are gone: the service manager starts the worker anew, as root.
 EXIT_NO_SPAWNER: Final = 75
+FAULT_PAUSE_S: Final = 1.0
 
 
 class Daemon:
@@ -106,13 +107,21 @@ class Daemon:
             stack.push_async_callback(parts.control.close)
             await parts.control.start(equipment.control)
             for heartbeat in parts.heartbeats.values():
-                _background(stack, heartbeat.run())
-            _background(stack, parts.admission.watch(parts.pressure_changed))
-            _background(stack, sweep_for_ever(journal, parts.output, config.worker))
+                _background(stack, lasting("heartbeat", heartbeat.run))
+            _background(
+                stack, lasting("pressure", lambda: parts.admission.watch(parts.pressure_changed))
+            )
+            _background(
+                stack,
+                lasting("sweep", lambda: sweep_for_ever(journal, parts.output, config.worker)),
+            )
             bound = {name: str(link.bound) for name, link in links.items() if link.bound}
             if equipment.draining:
                 parts.drain()
-            _background(stack, self._service.serve(lambda: self._summary(parts)))
+            _background(
+                stack,
+                lasting("service", lambda: self._service.serve(lambda: self._summary(parts))),
+            )
             log.info("ready", listen=bound, worker_id=config.worker.id)
             reloads = await self._serve(executor, connection)
             if reloads is None:
@@ -206,6 +215,21 @@ class Daemon:
         job = self._loop.create_task(ask())
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+async def lasting(
+    name: str, work: Callable[[], Awaitable[None]], pause_s: float = FAULT_PAUSE_S
+) -> None:
+    """Does what the worker cannot be without, and begins anew after a fault in it.
+
+    A worker that takes tasks and tells nobody that it lives would be worse than one that is gone.
+    """
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("a fault; it begins anew", work=name)
+            await asyncio.sleep(pause_s)
 
 
 def _background(stack: contextlib.AsyncExitStack, work: Any) -> asyncio.Task[None]:

@@ -14,6 +14,7 @@ Until a write succeeds, ``fault`` says why, and the thread tries by itself every
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,6 @@ from stockade.supervisor.states import Event, State
 __all__ = ["Accepted", "Journal", "Row"]
 
 DISCARDED_MAX: Final = 10_000
-HISTORY_S: Final = 7 * 24 * 3600.0
 HISTORY_BYTES: Final = 1024 * 1024 * 1024
 
 _Result = TypeVar("_Result")
@@ -190,7 +190,7 @@ class Journal:
     async def sweep(
         self,
         dedup_ttl_s: float,
-        history_s: float = HISTORY_S,
+        history_s: float = math.inf,
         history_bytes: int = HISTORY_BYTES,
     ) -> list[int]:
         """Ends the duplicate check of old delivered tasks, and keeps the history within its limits.

@@ -105,8 +105,9 @@ class Reporter:
             InvalidTransitionError: it is no dead letter.
             JournalError: the journal cannot be written.
         """
-        await self._journal.resend(seq)
+        # Asked before: when that failed after the resend, the report would wait for a restart.
         row = await self._journal.row(seq)
+        await self._journal.resend(seq)
         if row is not None:
             self.finished(row)
 

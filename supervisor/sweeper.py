@@ -27,7 +27,7 @@ async def sweep_for_ever(journal: Journal, output: OutputStore, config: WorkerCo
     while True:
         await asyncio.sleep(config.dedup_sweep)
         try:
-            seqs = await journal.sweep(config.dedup_ttl)
+            seqs = await journal.sweep(config.dedup_ttl, config.history)
         except JournalError as error:
             log.warning("cannot sweep the journal", reason=str(error))
             continue
