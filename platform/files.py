@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -127,6 +128,23 @@ def write_all(fd: int, content: bytes | memoryview) -> None:
         if written == 0:
             raise SyscallError("write", f"{fd}, {len(rest)} bytes", errno.EIO)
         rest = rest[written:]
+
+
+def close_all_but(*fds: int) -> None:
+    """Closes what a child without an exec has of its parent's, but 0, 1, 2 and ``fds``.
+
+    A copy keeps what it leads to as it is: a peer does not see that its other end was closed, a
+    lock is not given up.
+
+    Raises:
+        SyscallError: /proc is not readable.
+    """
+    # os.closerange tries every number there can be where the C library has no close_range.
+    with translated("listdir", "/proc/self/fd"):
+        names = os.listdir("/proc/self/fd")
+    for fd in {*map(int, names)} - {0, 1, 2, *fds}:
+        with contextlib.suppress(OSError):  # the listing's own
+            os.close(fd)
 
 
 def clear_immutable(fd: int) -> bool:

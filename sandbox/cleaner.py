@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from stockade.platform import clone
+from stockade.platform import clone, files
 from stockade.sandbox import cleanup, project_quota, uids
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.places import Places
@@ -185,6 +185,8 @@ class _Job:
 def _remove_in_child(work_fd: int, name: str, uid: int) -> NoReturn:
     """In a child: removes what it can of the directory, as ``uid``."""
     try:
+        # It can take long, and waiting launchers go when the last copy of their channel is closed.
+        files.close_all_but(work_fd)
         if os.geteuid() == 0 and uid != 0:
             os.setgroups([])
             os.setresgid(uid, uid, uid)

@@ -13,7 +13,7 @@ import os
 import signal
 from typing import Final, Protocol
 
-from stockade.platform import clone, pidfd, proc
+from stockade.platform import clone, files, pidfd, proc
 from stockade.platform.cgroup import Group
 from stockade.platform.errors import SyscallError
 from stockade.sandbox.slot_groups import SlotGroups
@@ -153,6 +153,8 @@ def _kill_uid(uid: int) -> None:
     pid, child = clone.clone3(0)
     if pid == 0:
         try:
+            # Nothing of ours for the task, whose uid it gets.
+            files.close_all_but()
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)

@@ -3,13 +3,15 @@
 import errno
 import fcntl
 import os
+import signal
+import socket
 import stat
 import subprocess
 import threading
 
 import pytest
 
-from stockade.platform import files
+from stockade.platform import clone, files
 from stockade.platform.errors import SyscallError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -142,6 +144,31 @@ def test_a_full_disk_is_told():
 
 def test_writing_nothing_does_nothing():
     files.write_all(-1, b"")
+
+
+def test_a_child_keeps_what_it_names_and_its_parent_sees_the_rest_closed():
+    ours, theirs = socket.socketpair()
+    read_end, write_end = os.pipe()
+    pid, pidfd = clone.clone3(0)
+    if pid == 0:
+        try:
+            files.close_all_but(write_end)
+            os.write(write_end, b"+".join(name.encode() for name in os.listdir("/proc/self/fd")))
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        theirs.close()
+        ours.settimeout(30)
+        assert ours.recv(1) == b""
+        # The last is of the listing.
+        assert len(os.read(read_end, 4096).split(b"+")) == 5
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        ours.close()
+        for fd in (read_end, write_end, pidfd):
+            os.close(fd)
 
 
 @needs_root

@@ -7,7 +7,15 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from spawner_client import SpawnerClient, children, eventually, kill_now, lives
+from spawner_client import (
+    SpawnerClient,
+    children,
+    eventually,
+    kill_now,
+    launchers,
+    lives,
+    reap,
+)
 
 from stockade.platform import proc, sockets
 from stockade.sandbox import protocol
@@ -182,6 +190,26 @@ def test_work_directory_starts_empty_and_is_removed(client: SpawnerClient) -> No
         directory = output.decode().strip()
         assert "\n" not in directory
         eventually(lambda directory=directory: not os.path.exists(directory))
+
+
+def test_waiting_launchers_go_while_a_long_clean_up_goes_on() -> None:
+    """The child that does it holds none of their channels open."""
+    client = SpawnerClient()
+    spawner = client.welcome.pid
+    eventually(lambda: len(launchers(spawner)) == client.settings.pool_min)
+    client.run(1, "mkdir d && seq 10000 | sed s:^:d/: | xargs touch")
+    (cleaner,) = eventually(lambda: children(spawner, "spawner"))
+    os.kill(cleaner, signal.SIGSTOP)
+    try:
+        client.send(protocol.Finish())
+        eventually(lambda: not launchers(spawner))
+    finally:
+        os.kill(cleaner, signal.SIGCONT)
+        eventually(lambda: reap(spawner))
+        client.socket.close()
+        left = os.listdir(client.home / "state/work")
+        shutil.rmtree(client.home)
+    assert left == []
 
 
 def test_files_are_put_into_the_work_directory(client: SpawnerClient) -> None:
