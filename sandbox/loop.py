@@ -79,10 +79,11 @@ class Loop:
     def run(self) -> None:
         """Runs until ``stop``. One callback's error is logged and does not end the others."""
         while not self._stopped:
-            for fd, events in self._epoll.poll(self._wait_s()):
-                callback = self._callbacks.get(fd)
-                if callback is not None:
-                    self._guard(lambda callback=callback, events=events: callback(events))  # type: ignore[misc]
+            ready = self._epoll.poll(self._wait_s())
+            for fd, events, callback in [(*each, self._callbacks.get(each[0])) for each in ready]:
+                # One before it may have closed the descriptor, and opened another of its number.
+                if callback is not None and self._callbacks.get(fd) is callback:
+                    self.guard(lambda callback=callback, events=events: callback(events))  # type: ignore[misc]
             self._run_timers()
 
     def _wait_s(self) -> float:
@@ -101,10 +102,11 @@ class Loop:
             if callback is None:
                 self._cancelled -= 1
             else:
-                self._guard(callback)
+                self.guard(callback)
 
     @staticmethod
-    def _guard(callback: Callable[[], None]) -> None:
+    def guard(callback: Callable[[], None]) -> None:
+        """Calls ``callback``; its error is logged and goes no further."""
         # The spawner must outlive a fault in the handling of one task: the others' deadlines
         # depend on it. The fault is logged whole; the task's own deadline still stands.
         try:

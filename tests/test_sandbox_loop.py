@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import select
 import weakref
 
 from stockade.sandbox.loop import Loop
@@ -59,3 +61,25 @@ def test_a_timer_cancelled_by_one_that_runs_does_not_run() -> None:
     loop.call_later(0.03, loop.stop)
     loop.run()
     assert ran == []
+
+
+def test_what_happened_to_a_descriptor_is_not_told_of_the_next_one_with_its_number() -> None:
+    loop, stale = Loop(), list[int]()
+    pipes = [os.pipe() for _ in range(2)]
+    silent, silent_end = os.pipe()
+
+    def first(_events: int) -> None:
+        """Both have something to read; whichever is told first puts a silent one in the place."""
+        for fd, _ in pipes:
+            loop.unwatch(fd)
+            os.dup2(silent, fd)
+            loop.watch(fd, select.EPOLLIN, stale.append)
+        loop.call_later(0.01, loop.stop)
+
+    for fd, write_end in pipes:
+        os.write(write_end, b"x")
+        loop.watch(fd, select.EPOLLIN, first)
+    loop.run()
+    for fd in (silent, silent_end, *pipes[0], *pipes[1]):
+        os.close(fd)
+    assert stale == []
