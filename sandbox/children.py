@@ -19,6 +19,7 @@ class Children:
     """
 
     def __init__(self, loop: Loop) -> None:
+        self._loop = loop
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._wakeup, wake = socket.socketpair()
         self._wake = wake
@@ -44,4 +45,6 @@ class Children:
                 return
             callback = self._callbacks.pop(pid, None)
             if callback is not None:
-                callback(status)
+                # One that fails must not keep those from being told who ended with it: no signal
+                # comes for them again.
+                self._loop.guard(lambda callback=callback, status=status: callback(status))  # type: ignore[misc]
