@@ -100,6 +100,10 @@ class ScatteredReach:
 
     def members(self) -> list[int]:
         pids = set(proc.descendants(self._launcher_pid))
+        # Looked at after that: once it has ended it has no children, and its number may be that of
+        # somebody who has.
+        if self._launcher_pidfd < 0 or pidfd.has_ended(self._launcher_pidfd):
+            pids.clear()
         if self.session is not None:
             pids.update(proc.processes_of_session(self.session))
         if self._uid is not None:

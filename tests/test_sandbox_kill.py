@@ -243,6 +243,21 @@ def test_without_its_launcher_a_task_is_found_by_its_session_and_its_uid(
     assert not reach.members()
 
 
+def test_children_of_who_has_the_number_of_a_launcher_that_is_gone_are_not_the_tasks(
+    launch: Launch,
+) -> None:
+    innocent = launch()
+    gone = subprocess.Popen(["true"])
+    ended = pidfd.open_pidfd(gone.pid)
+    gone.wait()
+    for fd in (-1, ended):
+        reach = ScatteredReach(innocent.pid, fd, None, None)
+        reach.kill()
+        assert reach.gone()
+    os.close(ended)
+    assert all(map(lives_on, innocent.started))
+
+
 def test_ended_launcher_is_not_all_that_has_to_be_gone(launch: Launch) -> None:
     slot = launch()
     reach = ScatteredReach(slot.pid, slot.pidfd, slot.task, None)
