@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import logging
 import os
@@ -81,6 +82,7 @@ def _take_records(
     tasks: Tasks, elders: Elders, succession: Succession, is_ours: Callable[[int], bool]
 ) -> None:
     directory = tasks.equipment.places.record
+    ours: list[tuple[RecordFile, Record, SlotRecord]] = []
     for name in sorted(os.listdir(directory)):
         if name.endswith(DAMAGED) or int(name) in tasks.by_seq:
             continue
@@ -107,9 +109,12 @@ def _take_records(
             else:
                 record.remove()
         elif is_ours(generation):
-            _take_over(tasks, succession, record, found, found.slot)
+            ours.append((record, found, found.slot))
         else:
             record.close()
+    # Those whose end is known come last: they may have had the uid of one that lives before it.
+    for record, found, header in sorted(ours, key=lambda each: each[1].outcome is not None):
+        _take_over(tasks, succession, record, found, header)
 
 
 def _take_over(
@@ -134,10 +139,9 @@ def _take_over(
         return
     equipment = tasks.equipment
     record.append_owner(equipment.generation)
-    task = tasks.take_on(_slot_of(equipment, header, launcher), record, header)
+    header, uid_lock = _adopt_uid(equipment, header, launcher)
+    task = tasks.take_on(_slot_of(equipment, header, launcher, uid_lock), record, header)
     task.started = found.started
-    if header.uid is not None and equipment.uids is not None:
-        equipment.uids.adopt(header.uid)
     if found.outcome is not None:
         task.outcome = found.outcome
         task.phase = Phase.OVER
@@ -145,7 +149,7 @@ def _take_over(
             os.close(launcher)
             task.slot.launcher_pidfd = -1
         used = task.slot
-        tasks.cleaner.clean(used.name, used.groups, used.uid, None)
+        tasks.cleaner.clean(used.name, used.groups, used.uid, used.uid_lock)
     elif launcher is None:
         task.launcher_exited()
     elif (
@@ -191,7 +195,26 @@ def _open_launcher(header: SlotRecord) -> int | None:
     return fd
 
 
-def _slot_of(equipment: Equipment, header: SlotRecord, launcher: int | None) -> Slot:
+def _adopt_uid(
+    equipment: Equipment, header: SlotRecord, launcher: int | None
+) -> tuple[SlotRecord, int | None]:
+    """The slot with its uid, if it still has it, and what locks that besides its launcher."""
+    if header.uid is None or equipment.uids is None:
+        return header, None
+    if launcher is not None:
+        equipment.uids.adopt(header.uid)
+        return header, None
+    uid_lock = equipment.uids.adopt_dead(header.uid)
+    if uid_lock is None:
+        # Whoever has it now is not to be killed, nor what is theirs to be swept.
+        log.warning("uid %d of task seq=%d is another's by now", header.uid, header.seq)
+        header = dataclasses.replace(header, uid=None)
+    return header, uid_lock
+
+
+def _slot_of(
+    equipment: Equipment, header: SlotRecord, launcher: int | None, uid_lock: int | None
+) -> Slot:
     groups = None
     if header.cgroup is not None and equipment.tree is not None:
         groups = equipment.tree.slot(header.slot)
@@ -202,7 +225,7 @@ def _slot_of(equipment: Equipment, header: SlotRecord, launcher: int | None) -> 
     return Slot(
         name=header.slot,
         uid=header.uid,
-        uid_lock=None,
+        uid_lock=uid_lock,
         groups=groups,
         launcher_pid=header.launcher_pid,
         launcher_start=header.launcher_start,

@@ -74,8 +74,8 @@ class UidPool:
         self.launcher_uid = first
         self.size = last - first + 1 - RESERVED
         # Back from a task, still locked, and not to be taken before they were swept.
-        self.used: dict[int, int | None] = {}
-        self._swept: dict[int, int | None] = {}
+        self.used: dict[int, int] = {}
+        self._swept: dict[int, int] = {}
         self.on_used: Callable[[], None] = lambda: None
         # Returns when whatever can be freed is.
         self.on_exhausted: Callable[[], None] = lambda: None
@@ -113,8 +113,28 @@ class UidPool:
         except ValueError:
             log.warning("uid %d of an adopted task is not in the range", uid)
 
+    def adopt_dead(self, uid: int) -> int | None:
+        """The same of a task whose launcher is gone, and with it perhaps the last who locked it.
+
+        Returns:
+            The descriptor that locks it; None: another spawner has given it to a task of its own.
+        """
+        lock_fd = lock(uid, self._path)
+        if lock_fd is not None:
+            self.adopt(uid)
+        return lock_fd
+
     def give_back(self, uid: int, lock_fd: int | None) -> None:
-        """The slot's clean-up was seen to be complete: the uid may serve again, once swept."""
+        """The slot's clean-up was seen to be complete: the uid may serve again, once swept.
+
+        ``lock_fd``: None, it was the launcher's alone.
+        """
+        if lock_fd is None:
+            lock_fd = lock(uid, self._path)
+        if lock_fd is None:
+            # In use again, by a task of another spawner, which has it swept.
+            self._free.append(uid)
+            return
         self.used[uid] = lock_fd
         self.on_used()
 
@@ -132,7 +152,6 @@ class UidPool:
         for uid, lock_fd in self._swept.items():
             if uid in spoiled:
                 continue
-            if lock_fd is not None:
-                unlock(uid, lock_fd)
+            unlock(uid, lock_fd)
             self._free.append(uid)
         self._swept = {}

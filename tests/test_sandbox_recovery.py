@@ -3,14 +3,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from spawner_client import SpawnerClient, children, eventually, kill_now, lives
 
 from stockade.platform import proc
-from stockade.sandbox import protocol
+from stockade.sandbox import protocol, uids
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: tasks get uids of their own")
 
 
 @pytest.fixture
@@ -202,3 +205,64 @@ def test_what_is_no_slots_is_cleared_and_keeps_no_spawner_from_starting(
     client.connect()
     eventually(lambda: not work.exists())
     assert client.run(1, "echo on")[1] == b"on\n"
+
+
+def uid_of(client: SpawnerClient, seq: int) -> int:
+    return int(client.record(seq).read_text().split('"uid":')[1].split(",")[0])
+
+
+@needs_root
+def test_uid_that_another_worker_took_after_a_crash_is_left_to_it() -> None:
+    client = SpawnerClient()
+    client.start(1, ["/bin/sleep", "98785"])
+    found = proc.process(client.wait_started(1))
+    assert found is not None
+    uid, standby = uid_of(client, 1), standby_of(client)
+    os.kill(standby, signal.SIGSTOP)
+    for pid in (client.welcome.pid, standby, found.parent):
+        kill_now(pid)
+    lock = eventually(lambda: uids.lock(uid))
+    theirs = Path("/tmp") / f"stockade-test-{uid}"
+    theirs.touch()
+    os.chown(theirs, uid, uid)
+    try:
+        client.socket.close()
+        client.connect()
+        assert outcome_after(client, 1).error_code is ErrorCode.WORKER_LOST
+        # What is to be swept is swept before it ends.
+        client.close()
+        assert theirs.exists()
+    finally:
+        theirs.unlink(missing_ok=True)
+        uids.unlock(uid, lock)
+
+
+@needs_root
+def test_what_a_task_that_lives_has_is_not_swept_for_one_that_had_its_uid_before() -> None:
+    # The first uid is the launchers'; two are left.
+    client = SpawnerClient(uid_min=1879046100, uid_max=1879046102, pool_min=0, pool_max=0)
+    theirs = Path("/tmp") / f"stockade-test-{os.getpid()}"
+    try:
+        client.start(1, ["/bin/true"])
+        client.wait_ended(1)
+        client.run(2, "true")
+        # With its directory a slot gives its uid back.
+        eventually(lambda: not os.listdir(client.home / "state/work"))
+        client.start(3, ["/bin/sh", "-c", f": > {theirs}; sleep 98786"])
+        client.wait_started(3)
+        assert uid_of(client, 3) == uid_of(client, 1)
+        eventually(theirs.exists)
+        kill_spawner(client)
+        client.reconnect()
+        take_over(client)
+        client.start(4, ["/bin/sleep", "98787"])
+        client.wait_started(4)
+        # Without a uid left all are swept that can be.
+        assert client.run(5, "true")[0].error_code is ErrorCode.SPAWN_FAILED
+        assert theirs.exists()
+    finally:
+        for seq in (3, 4):
+            client.cancel(seq)
+            client.wait_ended(seq)
+        client.close()
+    assert not theirs.exists()
