@@ -95,7 +95,8 @@ def entries_of(directory_fd: int, uid: int) -> list[bytes]:
         for name in map(os.fsencode, os.listdir(directory_fd)):
             try:
                 status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
+                # The latter of what another user mounted there (FUSE).
                 continue
             if status.st_uid == uid:
                 found.append(name)

@@ -152,7 +152,8 @@ def _owners() -> Iterator[int]:
     for directory in DIRECTORIES:
         with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
+                # What a user mounted there (FUSE) root may not look at; no task can mount there.
+                with contextlib.suppress(FileNotFoundError, PermissionError):
                     yield entry.stat(follow_symlinks=False).st_uid
 
 

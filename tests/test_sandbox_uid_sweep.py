@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from injection import Fault, attached, needs_strace
+from python_process import run_python
 from spawner_client import SpawnerClient
 
+from stockade.platform import mounts
 from stockade.sandbox.outcome import Status
 
 FIRST = 1879046000
@@ -31,3 +34,37 @@ def test_uids_that_could_not_be_swept_are_swept_later() -> None:
             assert client.run(later, "echo on")[1] == b"on\n"
     finally:
         client.close()
+
+
+SWEEP = """
+import sys
+from stockade.platform import keyring
+from stockade.sandbox import uid_sweep
+
+uid_sweep.DIRECTORIES = (sys.argv[1],)
+keyring.join_new_session()
+left = uid_sweep.sweep({int(sys.argv[2])})
+assert left == {}, left
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and /dev/fuse"
+)
+def test_what_another_user_mounted_where_tasks_write_stops_no_sweep(place: Path) -> None:
+    of_task, theirs = place / "of-task", place / "theirs"
+    place.chmod(0o1777)
+    of_task.touch()
+    os.chown(of_task, FIRST, FIRST)
+    theirs.mkdir()
+    server = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={server},rootmode=40000,user_id=1234,group_id=1234"
+    mounts.mount("none", theirs, "fuse", 0, options)
+    try:
+        with pytest.raises(PermissionError):
+            theirs.lstat()
+        run_python(SWEEP, str(place), str(FIRST))
+        assert not of_task.exists()
+    finally:
+        mounts.unmount(theirs, mounts.MNT_DETACH)
+        os.close(server)
