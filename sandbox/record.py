@@ -222,13 +222,20 @@ class RecordFile:
         )  # fmt: skip
 
     @classmethod
-    def create(cls, directory_fd: int, seq: int) -> Self:
-        """A new record.
+    def made(cls, directory_fd: int, slot: SlotRecord) -> Self:
+        """A new record, of the task in ``slot``.
 
         Raises:
             FileExistsError: this seq has one: it must not be started again.
+            OSError: it cannot be made or written, and is not there.
         """
-        return cls(directory_fd, seq, os.O_CREAT | os.O_EXCL)
+        record = cls(directory_fd, slot.seq, os.O_CREAT | os.O_EXCL)
+        try:
+            record._append("slot", _ENCODER.encode(slot).decode())
+        except OSError:
+            record.remove()
+            raise
+        return record
 
     @classmethod
     def open(cls, directory_fd: int, seq: int) -> Self:
@@ -242,9 +249,6 @@ class RecordFile:
             content += os.pread(self.fd, _MOST_BYTES, self._offset + len(content))
         self._offset += _take(self._record, content)
         return self._record
-
-    def append_slot(self, slot: SlotRecord) -> None:
-        self._append("slot", _ENCODER.encode(slot).decode())
 
     def append_cause(self, cause: Cause, text: str) -> None:
         self._append("cause", f"{cause} {text}".rstrip().replace("\n", " "))

@@ -144,8 +144,13 @@ class Starts:
             container=None if line is None else line.name,
         )  # fmt: skip
         # Before the launcher hears of the task: whoever comes next must be able to find it.
-        record = RecordFile.create(places.record, start.seq)
-        record.append_slot(header)
+        try:
+            record = RecordFile.made(places.record, header)
+        except OSError as error:
+            self._tasks.discard(made)
+            reason = f"cannot start the task: its record cannot be written: {error}"
+            self._tasks.not_started(start, ErrorCode.SPAWN_FAILED, reason)
+            return
         task = self._tasks.take_on(made, record, header)
         self._equipment.children.watch(made.launcher_pid, lambda _status: task.launcher_exited())
         task.follow()

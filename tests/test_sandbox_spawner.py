@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from spawner_client import (
@@ -16,6 +17,7 @@ from spawner_client import (
     lives,
     reap,
 )
+from tiny_filesystem import fill, tiny_filesystem
 
 from stockade.platform import proc, sockets
 from stockade.sandbox import protocol
@@ -210,6 +212,30 @@ def test_waiting_launchers_go_while_a_long_clean_up_goes_on() -> None:
         left = os.listdir(client.home / "state/work")
         shutil.rmtree(client.home)
     assert left == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a file system of its own")
+def test_start_whose_record_cannot_be_written_is_spawn_failed_and_takes_nothing_with_it(
+    place: Path,
+) -> None:
+    with tiny_filesystem(place / "run", 1 << 16) as full:
+        client = SpawnerClient(runtime_dir=str(full), pool_min=1, pool_max=1)
+        filler, records = full / "filler", full / "spawner/record"
+        try:
+            assert client.run(1, "echo on")[1] == b"on\n"
+            eventually(lambda: not os.listdir(records))
+            fill(filler)
+            for seq in (2, 3):
+                outcome, _ = client.run(seq, "true")
+                assert outcome.error_code is ErrorCode.SPAWN_FAILED
+                assert "No space left" in outcome.reason
+            filler.unlink()
+            assert client.run(4, "echo on")[1] == b"on\n"
+        finally:
+            client.send_finish()
+            left = [*records.iterdir(), *(client.home / "state/work").iterdir()]
+            shutil.rmtree(client.home)
+        assert left == []
 
 
 def test_files_are_put_into_the_work_directory(client: SpawnerClient) -> None:

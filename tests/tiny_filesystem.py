@@ -19,3 +19,10 @@ def tiny_filesystem(directory: Path, size_bytes: int) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", directory], check=True)
+
+
+def fill(path: Path) -> None:
+    """Writes a file until nothing more fits beside it."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
