@@ -113,7 +113,11 @@ class ScatteredReach:
 
     def kill(self) -> None:
         if self._uid is not None:
-            _kill_uid(self._uid)
+            try:
+                _kill_uid(self._uid)
+            except SyscallError as error:
+                # Out of processes, which the task itself may have taken: the walk needs none.
+                log.warning("cannot kill uid %d at once: %s", self._uid, error)
         # Stop all first: what is stopped forks no more, so the second look misses less. Nor does it
         # end by itself, so its number stays its own: it is killed also when that look misses it.
         # One whose parent has just ended is below nobody for a moment.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -10,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from spawner_client import eventually
 
-from stockade.platform import cgroup, pidfd, proc
+from stockade.platform import cgroup, clone, pidfd, proc
 from stockade.platform.cgroup import Group
 from stockade.platform.errors import SyscallError
 from stockade.sandbox.capabilities import probe
@@ -290,6 +292,19 @@ def test_what_forks_and_leaves_its_session_for_ever_dies_by_its_uid(launch: Laun
     reach.kill()
     assert proc.processes_of_uid(UID) == []
     assert not pidfd.has_ended(slot.pidfd)
+
+
+@needs_root
+def test_tasks_of_a_uid_are_killed_also_when_no_process_can_be_made_for_it(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_flags: int) -> NoReturn:
+        raise SyscallError("clone3", "", errno.EAGAIN)
+
+    slot = launch(UID)
+    monkeypatch.setattr(clone, "clone3", refuse)
+    ScatteredReach(slot.pid, slot.pidfd, slot.task, UID).kill()
+    eventually(lambda: not any(map(lives, slot.started)))
 
 
 def test_launcher_that_is_init_takes_all_with_it_and_is_killed_at_once(launch: Launch) -> None:
