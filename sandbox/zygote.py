@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import signal
@@ -126,6 +127,11 @@ class Zygote:
         (pid,) = ANSWER.unpack(answer)
         if pid < 0:
             raise SyscallError("clone3", f"flags={flags:#x}", -pid)
+        if not fds:
+            # No descriptor was left for the pidfd. Our child is not reaped yet: the number is its.
+            pidfd.checked_kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise SyscallError("recvmsg", "a launcher's pidfd", errno.EMFILE)
         return pid, fds[0]
 
     def close(self, *, wait: bool = False) -> None:

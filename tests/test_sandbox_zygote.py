@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -103,6 +104,26 @@ def test_kernels_refusal_is_told_and_the_zygote_goes_on(zygote: Zygote) -> None:
         stack.callback(os.close, program)
         with pytest.raises(SyscallError, match=r"clone3\(.*EBADF"):
             zygote.make(0, regular, program, [regular] * FD_PASSED)
+    assert Copy(zygote, []).end() == (b"", 0)
+
+
+def test_launcher_whose_descriptor_finds_no_room_is_ended_and_told(zygote: Zygote) -> None:
+    before = proc.children(os.getpid())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken = [os.dup(0)]
+    try:
+        while taken[-1] < highest:
+            taken.append(os.dup(0))
+        # As many as a copy opens before it asks: its channel's ends, /dev/null, the program.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 5, hard))
+        with pytest.raises(SyscallError, match=r"recvmsg\(.*EMFILE"):
+            Copy(zygote, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+    assert proc.children(os.getpid()) == before
     assert Copy(zygote, []).end() == (b"", 0)
 
 
