@@ -102,9 +102,11 @@ class _Call:
         self._late = False
         self._timer: Timer | None = None
         self._said: dict[int, bytearray] = {}
-        pipes = [os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2)]
-        self._output, self._error = (read_end for read_end, _ in pipes)
+        pipes: list[tuple[int, int]] = []
         try:
+            # Extended, so that the first is in it when the second cannot be made.
+            pipes.extend(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2))
+            self._output, self._error = (read_end for read_end, _ in pipes)
             self._pid = os.posix_spawn(
                 argv[0], argv, environment, setsid=True, setsigmask=(),
                 setsigdef=(signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP),
@@ -115,8 +117,8 @@ class _Call:
                 ),
             )  # fmt: skip
         except OSError as error:
-            for fd in (self._output, self._error):
-                os.close(fd)
+            for read_end, _ in pipes:
+                os.close(read_end)
             text = f"cannot start {argv[0]}: {error.strerror}"
             loop.call_later(0, lambda: done(Answer(None, "", text)))
             return
