@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _CHILDREN: Final = 2
 _GROUP_TRIES: Final = 50
 _GROUP_RETRY_S: Final = 0.05
+_CHILD_TRIES: Final = 60
+_CHILD_RETRY_S: Final = 1.0
 
 
 class Cleaner:
@@ -118,8 +120,14 @@ class Cleaner:
                 owner = os.stat(job.name, dir_fd=self._places.work, follow_symlinks=False).st_uid
                 pid, pidfd = clone.clone3(0)
             except OSError as error:
-                self._give_up(job, f"its work directory: {error}")
-                continue
+                if job.tries == _CHILD_TRIES:
+                    self._give_up(job, f"its work directory: {error}")
+                    continue
+                # No process or memory to spare, or no descriptor: a host gets over that.
+                job.tries += 1
+                self._waiting.append(job)
+                self._loop.call_later(_CHILD_RETRY_S, self._start_children)
+                return
             if pid == 0:
                 # What the owner may not remove of its own (immutable files) is left to root.
                 _remove_in_child(self._places.work, job.name, 0 if job.as_root else owner)
@@ -180,6 +188,7 @@ class _Job:
     uid_lock: int | None
     project: int | None
     as_root: bool = False
+    tries: int = 0
 
 
 def _remove_in_child(work_fd: int, name: str, uid: int) -> NoReturn:

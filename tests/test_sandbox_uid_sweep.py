@@ -1,4 +1,4 @@
-"""The sweep of what tasks leave of their uids, seen from the spawner that cannot make one."""
+"""The clean-up after tasks, and the sweep of their uids, on a host that is in their way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from injection import Fault, attached, needs_strace
 from python_process import run_python
-from spawner_client import SpawnerClient
+from spawner_client import SpawnerClient, eventually
 
 from stockade.platform import mounts
 from stockade.sandbox.outcome import Status
@@ -32,6 +32,20 @@ def test_uids_that_could_not_be_swept_are_swept_later() -> None:
             assert "cannot give the task a uid" in outcome.reason
         for later in range(seq + 1, seq + 2 * USABLE):
             assert client.run(later, "echo on")[1] == b"on\n"
+    finally:
+        client.close()
+
+
+@needs_strace
+def test_slot_for_whose_clean_up_no_process_can_be_made_is_cleaned_up_later() -> None:
+    client = SpawnerClient(pool_min=0, pool_max=0)
+    work = client.home / "state/work"
+    try:
+        with attached(client.welcome.pid, Fault("clone3", 1, "EAGAIN", times=60000)) as strace:
+            client.run(1, "mkdir d && : > d/file")
+            eventually(lambda: strace.fired)
+            assert len(os.listdir(work)) == 1
+        eventually(lambda: not os.listdir(work))
     finally:
         client.close()
 
