@@ -24,7 +24,7 @@ from stockade.sandbox.uids import UidPool
 log = logging.getLogger(__name__)
 
 # World-writable directories of the host that tasks of profile process see.
-DIRECTORIES: Final = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp")
+DIRECTORIES: Final = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp", "/run/lock")
 # A sweep costs a fork and a look at all these places: it is done for many uids at once.
 _BATCH: Final = 32
 _WAIT_S: Final = 1.0

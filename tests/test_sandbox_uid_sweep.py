@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,24 @@ def test_slot_for_whose_clean_up_no_process_can_be_made_is_cleaned_up_later() ->
         eventually(lambda: not os.listdir(work))
     finally:
         client.close()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0
+    or not os.path.isdir("/run/lock")
+    or not os.stat("/run/lock").st_mode & stat.S_IWOTH,
+    reason="needs root, and a /run/lock that all may write",
+)
+def test_what_a_task_leaves_among_the_hosts_locks_is_swept() -> None:
+    left = Path(f"/run/lock/stockade-test-{os.getpid()}")
+    client = SpawnerClient()
+    try:
+        assert client.run(1, f": > {left} && echo made")[1] == b"made\n"
+        # What is to be swept is swept before it ends.
+        client.close()
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
 
 
 SWEEP = """
