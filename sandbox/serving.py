@@ -7,7 +7,7 @@ import logging
 import os
 import select
 import socket
-from typing import Protocol
+from typing import Final, Protocol
 
 from stockade.platform import sockets
 from stockade.sandbox import protocol
@@ -17,6 +17,8 @@ from stockade.sandbox.errors import ProtocolError
 from stockade.sandbox.telling import Telling
 
 log = logging.getLogger(__name__)
+
+_ACCEPT_PAUSE_S: Final = 0.5
 
 
 class Served(Protocol):
@@ -60,7 +62,11 @@ class Serving:
         if os.geteuid() != settings.supervisor_uid:
             os.chown(self.path, settings.supervisor_uid, settings.supervisor_gid)
         self._listener.setblocking(False)
-        self._equipment.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._listener is not None:
+            self._equipment.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
 
     def step_back(self) -> None:
         """Answers by the name of an elder from now on."""
@@ -73,6 +79,7 @@ class Serving:
         if self._listener is not None:
             self._equipment.loop.unwatch(self._listener.fileno())
             self._listener.close()
+            self._listener = None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.name, dir_fd=self._places.spawner)
 
@@ -82,6 +89,9 @@ class Serving:
             sock, _ = self._listener.accept()
         except OSError as error:
             log.warning("cannot accept a supervisor: %s", error)
+            # With no descriptor left it waits on, and would be told of in each turn of the loop.
+            self._equipment.loop.unwatch(self._listener.fileno())
+            self._equipment.loop.call_later(_ACCEPT_PAUSE_S, self._watch)
             return
         _, uid, _ = sockets.peer_credentials(sock)
         if uid not in (0, os.geteuid(), self._equipment.settings.supervisor_uid):

@@ -94,6 +94,8 @@ class Spawner:
     def recover(self, succession: Succession) -> None:
         """Takes over, or ends, what spawners before it left."""
         recovery.recover(self._tasks, self._charge.elders, succession)
+        if self._sweeper is not None:
+            self._sweeper.take_up()
 
     def listen(self) -> None:
         """Opens the way in for supervisors and, where tasks outlive one, starts the standby."""

@@ -138,6 +138,16 @@ class UidPool:
         self.used[uid] = lock_fd
         self.on_used()
 
+    def reclaim(self, uid: int) -> None:
+        """The same for one that nobody gave back, unless it is another's or in use."""
+        if uid not in self._free:
+            return
+        lock_fd = lock(uid, self._path)
+        if lock_fd is not None:
+            self._free.remove(uid)
+            self.used[uid] = lock_fd
+            self.on_used()
+
     def give_back_unused(self, uid: int, lock_fd: int) -> None:
         """No task ever had it."""
         unlock(uid, lock_fd)

@@ -69,6 +69,21 @@ def test_what_a_task_leaves_among_the_hosts_locks_is_swept() -> None:
         left.unlink(missing_ok=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: tasks get uids of their own")
+def test_what_a_dead_spawners_tasks_left_is_swept_before_their_uids_serve_again() -> None:
+    left = Path(f"/tmp/stockade-test-left-{os.getpid()}")
+    left.touch(mode=0o600)
+    # As the only task uid, the first task would get it.
+    os.chown(left, FIRST + 1, FIRST + 1)
+    client = SpawnerClient(uid_min=FIRST, uid_max=FIRST + 1, pool_min=0, pool_max=0)
+    try:
+        outcome, output = client.run(1, f"id -u; [ -e {left} ] || echo swept")
+        assert (outcome.status, output) == (Status.SUCCESS, f"{FIRST + 1}\nswept\n".encode())
+    finally:
+        client.close()
+        left.unlink(missing_ok=True)
+
+
 SWEEP = """
 import sys
 from stockade.platform import keyring
