@@ -13,7 +13,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Final, NoReturn
 
 from stockade.platform import clone, files, ipc, keyring
@@ -41,6 +41,7 @@ class UidSweeper:
         self._uids = uids
         self._timer: Timer | None = None
         self._child: _Child | None = None
+        self._sweeping: frozenset[int] = frozenset()
         uids.on_used = self._uid_was_used
         uids.on_exhausted = self.finish
 
@@ -61,18 +62,24 @@ class UidSweeper:
             self._timer = None
         if self._child is None and self._uids.used:
             # Made first: a sweep that cannot begin leaves the uids to the next one.
-            self._child = _Child(tuple(self._uids.used))
+            self._sweeping = frozenset(self._uids.used)
+            self._child = _Child(lambda: sweep(self._sweeping))
             self._uids.begin_sweep()
             self._loop.watch(self._child.report, select.EPOLLIN, self._read)
 
     def _read(self, _events: int) -> None:
         assert self._child is not None
-        found = self._child.read()
-        if found is None:
+        said = self._child.read()
+        if said is None:
             return
         self._loop.unwatch(self._child.report)
         self._child.close()
         self._child = None
+        found: dict[int, str] = dict.fromkeys(
+            self._sweeping, "the sweep of what its task left failed"
+        )
+        if said:
+            found = {int(uid): why for uid, why in json.loads(said).items()}
         for uid, why in found.items():
             log.error("uid %d is not used again: %s", uid, why)
         self._uids.end_sweep(found)
@@ -89,41 +96,27 @@ class UidSweeper:
 
 def _owners_found_by_a_child() -> list[int]:
     """`_owners`; none when it takes long, as where a user's mount in /tmp does not answer."""
-    report, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        pid, pidfd = clone.clone3(0)
+        child = _Child(lambda: sorted(set(_owners())))
     except OSError as error:
         log.warning("cannot look for what earlier tasks left: %s", error)
-        os.close(report)
-        os.close(theirs)
         return []
-    if pid == 0:
-        try:
-            files.close_all_but(theirs)
-            os.set_blocking(theirs, True)
-            files.write_all(theirs, json.dumps(sorted(set(_owners()))).encode())
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    said, end = b"", time.monotonic() + _LOOK_S
+    end = time.monotonic() + _LOOK_S
     try:
-        while select.select([report], [], [], max(0.0, end - time.monotonic()))[0]:
-            part = os.read(report, _PART_BYTES)
-            if not part:
+        while select.select([child.report], [], [], max(0.0, end - time.monotonic()))[0]:
+            said = child.read()
+            if said is not None:
                 return list(json.loads(said or b"[]"))
-            said += part
     finally:
-        os.close(report)
-        os.close(pidfd)
+        child.close()
     log.warning("what earlier tasks left is not swept: no look at it ends within %g s", _LOOK_S)
     return []
 
 
 class _Child:
-    """A child that sweeps these uids. Its end is the spawner's loop's to see."""
+    """A child that does ``work`` and tells what it gave. Its end is the spawner's loop's to see."""
 
-    def __init__(self, uids: Collection[int]) -> None:
-        self._uids = uids
+    def __init__(self, work: Callable[[], object]) -> None:
         self._said = b""
         self.report, theirs = os.pipe2(os.O_CLOEXEC)
         try:
@@ -133,31 +126,29 @@ class _Child:
             os.close(theirs)
             raise
         if pid == 0:
-            _sweep_and_exit(uids, theirs)
+            _tell_and_exit(work, theirs)
         os.close(theirs)
         os.close(pidfd)
 
-    def read(self) -> dict[int, str] | None:
-        """Waits for a part of its answer: which uids something is left of, and why, or None yet."""
+    def read(self) -> bytes | None:
+        """Waits for a part of its answer: the whole as JSON, empty when it failed, or None yet."""
         part = os.read(self.report, _PART_BYTES)
         if part:
             self._said += part
             return None
-        if not self._said:
-            return dict.fromkeys(self._uids, "the sweep of what its task left failed")
-        return {int(uid): why for uid, why in json.loads(self._said).items()}
+        return self._said
 
     def close(self) -> None:
         os.close(self.report)
 
 
-def _sweep_and_exit(uids: Collection[int], report: int) -> NoReturn:
+def _tell_and_exit(work: Callable[[], object], report: int) -> NoReturn:
     try:
         # As in the cleaner's.
         files.close_all_but(report)
         # As root: a task may have used up its uid's quota of keys.
         keyring.join_new_session()
-        files.write_all(report, json.dumps(sweep(uids)).encode())
+        files.write_all(report, json.dumps(work()).encode())
     finally:
         os._exit(0)
 
