@@ -57,6 +57,8 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     git = ("git", "-C", str(Path(__file__).parent))
     done = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
