@@ -10,12 +10,12 @@ parallel. Times are this machine's and this moment's: only the ratios carry over
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from bare import bare_rate, bare_s
 from timing import percentile
 from worker import running_worker
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = asyncio.run(measure(arguments.repetitions, arguments.in_flight))
+    found = uvloop.run(measure(arguments.repetitions, arguments.in_flight))
     one, many = found["one_at_a_time"], found["in_flight"]
     print(f"one at a time, {one['repetitions']} each, interleaved      p50 ms    p99 ms")
     for title, name in (("bash -lc true alone", "bare"), ("dispatch to terminal report", "task")):

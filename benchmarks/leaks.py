@@ -13,7 +13,6 @@ minutes. The slab is the whole host's, so it means something on a host that does
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
@@ -23,6 +22,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
+import uvloop
 from accounting import kernel_kib
 from bare import bare_s
 from worker import Running, running_worker
@@ -166,7 +166,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tasks < PARTS * PAIRS * 2:
         parser.error(f"--tasks must be at least {PARTS * PAIRS * 2}")
-    looks = asyncio.run(measure(arguments.tasks, arguments.in_flight))
+    looks = uvloop.run(measure(arguments.tasks, arguments.in_flight))
     grown = growth(looks, Bounds())
     if arguments.json:
         found: dict[str, Any] = {

@@ -11,13 +11,13 @@ Times are this machine's and this moment's: only the ratios carry over.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
 from pathlib import Path
 from typing import Any, Final
 
+import uvloop
 from timing import percentile
 from worker import LINKS, running_worker
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = asyncio.run(measure(arguments.repetitions, arguments.in_flight))
+    found = uvloop.run(measure(arguments.repetitions, arguments.in_flight))
     print("dispatch to terminal report   in flight     p50 ms     p99 ms    tasks/s   rate of http")
     base = {one["in_flight"]: one["tasks_per_s"] for one in found if one["link"] == "http"}
     for one in found:

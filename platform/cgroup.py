@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -39,6 +38,7 @@ from stockade.platform.cgroup_files import (
     WeightFile,
 )
 from stockade.platform.errors import SyscallError
+from stockade.platform.mounts import unescape
 
 # The kernel hands out a file's lines when they fill a page or when they end (fs/seq_file.c), and no
 # line of a group's file is as long as half a page: what is shorter is the end. Saves a read.
@@ -277,7 +277,7 @@ def _mounts() -> Iterator[tuple[bytes, Path]]:
         before, _, after = line.partition(b" - ")
         if after.split(b" ", 1)[0] == b"cgroup2":
             root, path = before.split(b" ")[3:5]
-            yield root, Path(os.fsdecode(_unescape(path)))
+            yield root, Path(os.fsdecode(unescape(path)))
 
 
 def own_group() -> str:
@@ -313,8 +313,3 @@ def _read_whole(fd: int) -> bytes:
         if len(part) < _LAST_BYTES:
             break
     return b"".join(parts)
-
-
-def _unescape(field: bytes) -> bytes:
-    """Undoes the octal escapes (of space, tab, newline, backslash) in /proc/self/mountinfo."""
-    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)

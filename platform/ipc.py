@@ -1,4 +1,4 @@
-"""System V IPC objects, and who owns files in directories that a kernel file system shares.
+"""System V IPC objects.
 
 Without an ipc namespace of one's own such objects live until they are removed or the host reboots,
 whoever made them.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
-import os
 from typing import Final, NamedTuple
 
 from stockade.platform._libc import function, translated
@@ -80,27 +79,6 @@ def remove(found: IpcObject) -> bool:
             return False
         raise
     return True
-
-
-def entries_of(directory_fd: int, uid: int) -> list[bytes]:
-    """The names of what a uid owns in a directory; those below are not looked into.
-
-    In /dev/shm they are POSIX shared memory, in /dev/mqueue message queues.
-
-    Raises:
-        SyscallError: EACCES, ENOTDIR.
-    """
-    found = []
-    with translated("scandir", directory_fd):
-        for name in map(os.fsencode, os.listdir(directory_fd)):
-            try:
-                status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-            except (FileNotFoundError, PermissionError):
-                # The latter of what another user mounted there (FUSE).
-                continue
-            if status.st_uid == uid:
-                found.append(name)
-    return found
 
 
 def _objects(kind: Kind, uid: int) -> list[IpcObject]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from stockade.platform._libc import function, system_call
@@ -208,6 +210,22 @@ def new_file_system(
     finally:
         os.close(context)
     return fd
+
+
+def mount_points() -> frozenset[bytes]:
+    """Where something is mounted in this mount namespace; nothing that is mounted is asked.
+
+    Raises:
+        OSError: there is no /proc.
+    """
+    # "36 35 98:0 /root /mount/point options ..."
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return frozenset(unescape(line.split(b" ", 5)[4]) for line in lines)
+
+
+def unescape(field: bytes) -> bytes:
+    """Undoes the octal escapes (of space, tab, newline, backslash) in /proc/self/mountinfo."""
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
 
 
 def attach(mount_fd: int, target: AnyPath, *, fd: int = AT_FDCWD) -> None:

@@ -119,6 +119,9 @@ class Cleaner:
             try:
                 owner = os.stat(job.name, dir_fd=self._places.work, follow_symlinks=False).st_uid
                 pid, pidfd = clone.clone3(0)
+            except FileNotFoundError:
+                self._done(job)
+                continue
             except OSError as error:
                 if job.tries == _CHILD_TRIES:
                     self._give_up(job, f"its work directory: {error}")

@@ -53,7 +53,17 @@ class Connection:
         packet = protocol.encode(message)
         if not self._waiting and self._try(packet, fds):
             return
-        self._waiting.append((packet, [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            copies.extend(os.dup(fd) for fd in fds)
+        except OSError as error:
+            # After the next Hello all that was not acknowledged is told again.
+            log.error("hanging up: cannot keep a message for the supervisor: %s", error)
+            for copy in copies:
+                os.close(copy)
+            self._loop.call_later(0, self.close)
+            return
+        self._waiting.append((packet, copies))
         self._loop.watch(self._socket.fileno(), select.EPOLLIN | select.EPOLLOUT, self._ready)
 
     def _try(self, packet: bytes, fds: Sequence[int]) -> bool:

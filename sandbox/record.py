@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import logging
 import os
 from collections.abc import Container, Iterator
 from typing import Final, Self, TypeVar
@@ -27,6 +28,8 @@ import msgspec
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import Outcome
+
+log = logging.getLogger(__name__)
 
 # Ends the name of a record that could not be read, kept for a person to look at.
 DAMAGED: Final = ".damaged"
@@ -250,14 +253,26 @@ class RecordFile:
         self._offset += _take(self._record, content)
         return self._record
 
+    # What this process acts on whether it can be written or not. Where it cannot, another spawner
+    # will not know of it.
+
     def append_cause(self, cause: Cause, text: str) -> None:
-        self._append("cause", f"{cause} {text}".rstrip().replace("\n", " "))
+        text = text.rstrip().replace("\n", " ")
+        if self._record.cause is None:
+            self._record.cause, self._record.cause_text = cause, text
+        self._append_if_possible("cause", f"{cause} {text}".rstrip())
 
     def append_outcome(self, outcome: Outcome) -> None:
-        self._append("outcome", _ENCODER.encode(outcome).decode())
+        self._append_if_possible("outcome", _ENCODER.encode(outcome).decode())
 
     def append_owner(self, generation: int) -> None:
-        self._append("owner", str(generation))
+        self._append_if_possible("owner", str(generation))
+
+    def _append_if_possible(self, word: str, rest: str) -> None:
+        try:
+            self._append(word, rest)
+        except OSError as error:
+            log.error("record %d lacks its line %r: %s", self.seq, word, error)
 
     def _append(self, word: str, rest: str) -> None:
         line = f"{word} {rest}\n".encode()

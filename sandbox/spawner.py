@@ -69,7 +69,7 @@ class Spawner:
         self._sweeper: UidSweeper | None = None
         if equipment.uids is not None:
             self._sweeper = UidSweeper(equipment.loop, equipment.uids)
-        self._telling = Telling(places)
+        self._telling = Telling()
         self._attempts = Attempts(
             equipment.loop,
             lambda seq: self._starts.attempt(seq),  # noqa: PLW0108 -- they come after

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 KILL_WAIT_S: Final = 10.0
 # From the kill until the launcher, which then only has to write and exit, is killed with the rest.
 LAUNCHER_WAIT_S: Final = 2.0
+# Until a step of a task's end is taken again for which the host had nothing to spare.
+_AGAIN_S: Final = 1.0
 # How often to look where the kernel sends no event: processes without a tree, an adopted record.
 _LOOK_S: Final = 0.02
 _ADOPTED_LOOK_S: Final = 0.1
@@ -179,8 +181,7 @@ class Task:
     def _is_started(self, started: StartedLine) -> None:
         if self.header.profile != Profile.PROCESS:
             # The launcher knows the task by its number in the slot's pid namespace.
-            pid = proc.child_by_own_number(self.slot.launcher_pid, started.pid)
-            started = dataclasses.replace(started, pid=pid or 0)
+            started = dataclasses.replace(started, pid=self._pid_on_host(started.pid))
         self.started = started
         self._stop_timer("start")
         if isinstance(self.reach, ScatteredReach):
@@ -192,6 +193,13 @@ class Task:
             self._timers["deadline"] = self._loop.call_at(
                 started.monotonic + limit, lambda: self._deadline(limit)
             )
+
+    def _pid_on_host(self, own_number: int) -> int:
+        try:
+            return proc.child_by_own_number(self.slot.launcher_pid, own_number) or 0
+        except OSError as error:
+            log.warning("task seq=%d runs, and its pid cannot be told: %s", self.seq, error)
+            return 0
 
     @property
     def is_over(self) -> bool:
@@ -284,9 +292,25 @@ class Task:
         self.phase = Phase.CLEARING
         for name in list(self._timers):
             self._stop_timer(name)
+        self._take(lambda: self._clear(found, is_told=is_told))
+
+    def _take(self, step: Callable[[], None], *, again: bool = False) -> None:
+        """Takes a step of the end, again and again while the host has not even a descriptor."""
+        if self.phase is not Phase.CLEARING:
+            return
+        try:
+            step()
+        except OSError as error:
+            if self.phase is not Phase.CLEARING:
+                raise
+            if not again:
+                log.error("task seq=%d cannot be ended yet, tried again: %s", self.seq, error)
+            self._timer("again", _AGAIN_S, lambda: self._take(step, again=True))
+
+    def _clear(self, found: Record, *, is_told: bool) -> None:
         if found.ended is not None and self.slot.channel is not None and self.reach.is_left():
             # What the launcher still has to do is to exit, and no outcome waits for that.
-            self.lingers = not self._launcher_is_gone
+            self.lingers = True
             self._finish()
             return
         if self.reach.gone():
@@ -295,10 +319,12 @@ class Task:
         self._kill(self.reach.kill_launcher_too if is_told else self.reach.kill)
         if self.slot.groups is not None:
             self._events_fd = self.slot.groups.slot.events_fd()
-            self._loop.watch(self._events_fd, select.EPOLLPRI, lambda _events: self._check_gone())
+            self._loop.watch(
+                self._events_fd, select.EPOLLPRI, lambda _events: self._take(self._check_gone)
+            )
         self._timer("launcher", LAUNCHER_WAIT_S, lambda: self._kill(self.reach.kill_launcher_too))
-        self._timer("killed", KILL_WAIT_S, self._give_up)
-        self._check_gone()
+        self._timer("killed", KILL_WAIT_S, lambda: self._take(self._give_up))
+        self._take(self._check_gone)
 
     def _kill(self, way: Callable[[], None]) -> None:
         try:
@@ -308,21 +334,20 @@ class Task:
             log.error("cannot kill task seq=%d slot=%s: %s", self.seq, self.slot.name, error)
 
     def _check_gone(self) -> None:
-        if self.phase is not Phase.CLEARING:
-            return
         if self.reach.gone():
             self._finish()
         elif self.slot.groups is None:
             # A comet is always somewhere else when one looks: kill again at each look.
             self._kill(self.reach.kill)
-            self._timer("look", _LOOK_S, self._check_gone)
+            self._timer("look", _LOOK_S, lambda: self._take(self._check_gone))
 
     def _give_up(self) -> None:
-        self.survivors = tuple(self.reach.members()) or (self.slot.launcher_pid,)
-        log.error(
-            "cannot kill task seq=%d slot=%s survivors=%s: the slot is set aside",
-            self.seq, self.slot.name, self.survivors,
-        )  # fmt: skip
+        if not self.reach.gone():
+            self.survivors = tuple(self.reach.members()) or (self.slot.launcher_pid,)
+            log.error(
+                "cannot kill task seq=%d slot=%s survivors=%s: the slot is set aside",
+                self.seq, self.slot.name, self.survivors,
+            )  # fmt: skip
         self._finish()
 
     # Judging it.
@@ -344,11 +369,16 @@ class Task:
             self._let_go_of_launcher()
 
     def _finish(self) -> None:
+        self._take(self._conclude)
+
+    def _conclude(self) -> None:
+        outcome = self._judged()
+        self.lingers = self.lingers and not self._launcher_is_gone
         self._close()
         if self.slot.groups is not None:
             self.slot.groups.settle()
-        self.outcome = self._judged()
-        self.record.append_outcome(self.outcome)
+        self.outcome = outcome
+        self.record.append_outcome(outcome)
         self._observer.task_over(self)
 
     def _judged(self) -> Outcome:

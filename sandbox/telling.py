@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
 
-from stockade.sandbox import protocol, slot
+from stockade.sandbox import protocol
 from stockade.sandbox.connection import Connection
-from stockade.sandbox.places import Places
 from stockade.sandbox.task import Phase, Task
-
-log = logging.getLogger(__name__)
 
 # Of a page, for all but the tasks in it.
 _PAGE_FRAME_BYTES = 256
@@ -24,8 +19,7 @@ class Telling:
         connection: the supervisor's.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self) -> None:
         self.connection: Connection | None = None
         # Over which connection a task's output pipe went: once is enough for each.
         self._holds_output: dict[int, Connection | None] = {}
@@ -72,13 +66,9 @@ class Telling:
             if size > protocol.MAX_MESSAGE_BYTES - _PAGE_FRAME_BYTES and listed:
                 break
             if has_output:
-                fds.append(slot.open_output(self._places, task.slot.name))
+                fds.append(task.slot.output_fd)
             listed.append(entry)
-        try:
-            self.send(protocol.Listed(tuple(listed), len(listed) < len(found)), fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        self.send(protocol.Listed(tuple(listed), len(listed) < len(found)), fds)
 
     def set_aside(self, names: Sequence[str]) -> None:
         """The slots that cannot be used again."""
@@ -98,17 +88,8 @@ class Telling:
         ):
             self.send(message)
             return
-        try:
-            fd = slot.open_output(self._places, task.slot.name)
-        except OSError as error:
-            log.error("cannot open the output of task seq=%d: %s", task.seq, error)
-            self.send(message)
-            return
-        try:
-            self.send(message, (fd,))
-            self._holds_output[task.seq] = self.connection
-        finally:
-            os.close(fd)
+        self.send(message, (task.slot.output_fd,))
+        self._holds_output[task.seq] = self.connection
 
 
 def _started(task: Task) -> protocol.Started:

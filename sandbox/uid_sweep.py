@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Container, Iterator
 from typing import Final, NoReturn
 
-from stockade.platform import clone, files, ipc, keyring
+from stockade.platform import clone, files, ipc, keyring, mounts
 from stockade.platform.errors import StockadeError
 from stockade.sandbox.cleanup import remove_tree
 from stockade.sandbox.loop import Loop, Timer
 from stockade.sandbox.uids import UidPool
+from stockade.sandbox.unprotect import open_within
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ _BATCH: Final = 32
 _WAIT_S: Final = 1.0
 _PART_BYTES: Final = 65536
 _LOOK_S: Final = 5.0
+_FINISH_S: Final = 5.0
+# Who is in the way of a sweep, such as a task that works in another one's directory, may be gone by
+# then.
+_SPOILED_S: Final = 60.0
 
 
 class UidSweeper:
@@ -81,29 +86,32 @@ class UidSweeper:
         if said:
             found = {int(uid): why for uid, why in json.loads(said).items()}
         for uid, why in found.items():
-            log.error("uid %d is not used again: %s", uid, why)
+            log.error("uid %d cannot be used now: %s", uid, why)
+        if found:
+            self._loop.call_later(_SPOILED_S, self._uids.sweep_spoiled)
         self._uids.end_sweep(found)
         if self._uids.used:
             self._uid_was_used()
 
     def finish(self) -> None:
-        """Sweeps all that were used, and waits for it: some milliseconds, for many tasks."""
+        """Sweeps all that were used, and waits for it, with a bound: usually some milliseconds."""
+        end = time.monotonic() + _FINISH_S
         self._begin()
-        while self._child is not None:
+        while self._child is not None and self._child.has_said(end - time.monotonic()):
             self._read(0)
             self._begin()
 
 
 def _owners_found_by_a_child() -> list[int]:
-    """`_owners`; none when it takes long, as where a user's mount in /tmp does not answer."""
+    """`owners`; none when it takes long, as where a user's mount in /tmp does not answer."""
     try:
-        child = _Child(lambda: sorted(set(_owners())))
+        child = _Child(lambda: sorted(owners()))
     except OSError as error:
         log.warning("cannot look for what earlier tasks left: %s", error)
         return []
     end = time.monotonic() + _LOOK_S
     try:
-        while select.select([child.report], [], [], max(0.0, end - time.monotonic()))[0]:
+        while child.has_said(end - time.monotonic()):
             said = child.read()
             if said is not None:
                 return list(json.loads(said or b"[]"))
@@ -129,6 +137,12 @@ class _Child:
             _tell_and_exit(work, theirs)
         os.close(theirs)
         os.close(pidfd)
+
+    def has_said(self, wait_s: float) -> bool:
+        """Whether it says something, or ends, within that time."""
+        looked = select.poll()
+        looked.register(self.report, select.POLLIN)
+        return bool(looked.poll(1e3 * max(0.0, wait_s)))
 
     def read(self) -> bytes | None:
         """Waits for a part of its answer: the whole as JSON, empty when it failed, or None yet."""
@@ -161,44 +175,92 @@ def sweep(uids: Container[int]) -> dict[int, str]:
     Returns:
         Of the uids of which something is left: why.
     """
-    owners = {uid for uid in _owners() if uid in uids}
+    entries: dict[int, list[tuple[str, bytes]]] = {}
+    for uid, directory, name in _entries():
+        if uid in uids:
+            entries.setdefault(uid, []).append((directory, name))
     left: dict[int, str] = {}
-    for uid in owners:
-        with _as_user(uid):
-            try:
-                _remove_all_of(uid)
-            except (StockadeError, OSError) as error:
-                left[uid] = str(error)
-            else:
-                if not keyring.clear_user_keyrings():
-                    left[uid] = "a task made its keyrings unreadable: what is in them would stay"
+    for uid in {*entries, *(uid for uid in _owners_beside_files() if uid in uids)}:
+        why = _remove_objects(uid)
+        for directory, name in entries.get(uid, ()):
+            why = _remove_entry(uid, directory, name) or why
+        if why:
+            left[uid] = why
     return left
 
 
-def _owners() -> Iterator[int]:
+def owners() -> set[int]:
     """The uids that own anything in the places that tasks can leave something."""
+    return {*_owners_beside_files(), *(uid for uid, _, _ in _entries())}
+
+
+def _owners_beside_files() -> Iterator[int]:
     yield from ipc.owners()
     yield from keyring.owners()
+
+
+def _entries() -> Iterator[tuple[int, str, bytes]]:
+    """Owner, directory and name of all that is directly in a directory that tasks share.
+
+    But for what is mounted there, which no task can do: a user's file system (FUSE) can say that it
+    is anybody's, and need not answer at all.
+    """
+    mounted = mounts.mount_points()
     for directory in DIRECTORIES:
-        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(os.fsencode(directory)) as entries:
             for entry in entries:
-                # What a user mounted there (FUSE) root may not look at; no task can mount there.
+                if entry.path in mounted:
+                    continue
+                # The latter of what was mounted since.
                 with contextlib.suppress(FileNotFoundError, PermissionError):
-                    yield entry.stat(follow_symlinks=False).st_uid
+                    yield entry.stat(follow_symlinks=False).st_uid, directory, entry.name
 
 
-def _remove_all_of(uid: int) -> None:
-    for found in ipc.objects_of(uid):
-        ipc.remove(found)
-    for directory in DIRECTORIES:
-        if not os.path.isdir(directory):
-            continue
-        fd = files.open_directory(directory)
+def _remove_objects(uid: int) -> str:
+    """Why something is left of what is no file; empty when nothing is."""
+    with _as_user(uid):
         try:
-            for name in ipc.entries_of(fd, uid):
-                remove_tree(fd, name)
-        finally:
-            os.close(fd)
+            for found in ipc.objects_of(uid):
+                ipc.remove(found)
+        except OSError as error:
+            return str(error)
+        if not keyring.clear_user_keyrings():
+            return "a task made its keyrings unreadable: what is in them would stay"
+    return ""
+
+
+def _remove_entry(uid: int, directory: str, name: bytes) -> str:
+    """Why something is left of it; empty when nothing is."""
+    parent = files.open_directory(directory)
+    try:
+        with contextlib.suppress(StockadeError, OSError):
+            _remove_as_user(uid, parent, name)
+            return ""
+        # What another user put into its directories the uid may not remove, or not even see.
+        _empty(uid, parent, name)
+        _remove_as_user(uid, parent, name)
+    except (StockadeError, OSError) as error:
+        return str(error)
+    finally:
+        os.close(parent)
+    return ""
+
+
+def _remove_as_user(uid: int, parent: int, name: bytes) -> None:
+    # As the user: it may be another's by now, who made it anew under the same name.
+    with _as_user(uid):
+        remove_tree(parent, name)
+
+
+def _empty(uid: int, parent: int, name: bytes) -> None:
+    """Removes, as root, whatever is in a directory if it is the uid's."""
+    directory = open_within(parent, name)
+    try:
+        if os.fstat(directory).st_uid == uid:
+            for each in os.listdir(directory):
+                remove_tree(directory, os.fsencode(each))
+    finally:
+        os.close(directory)
 
 
 @contextlib.contextmanager

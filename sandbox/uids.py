@@ -76,6 +76,8 @@ class UidPool:
         # Back from a task, still locked, and not to be taken before they were swept.
         self.used: dict[int, int] = {}
         self._swept: dict[int, int] = {}
+        # Those of which a sweep left something.
+        self._spoiled: dict[int, int] = {}
         self.on_used: Callable[[], None] = lambda: None
         # Returns when whatever can be freed is.
         self.on_exhausted: Callable[[], None] = lambda: None
@@ -161,7 +163,15 @@ class UidPool:
         """Those that were swept serve again, but the ``spoiled`` ones, which stay locked."""
         for uid, lock_fd in self._swept.items():
             if uid in spoiled:
+                self._spoiled[uid] = lock_fd
                 continue
             unlock(uid, lock_fd)
             self._free.append(uid)
         self._swept = {}
+
+    def sweep_spoiled(self) -> None:
+        """Those that could not be swept are to be swept with the used ones once more."""
+        if self._spoiled:
+            self.used |= self._spoiled
+            self._spoiled = {}
+            self.on_used()

@@ -6,6 +6,7 @@ It is coarser than the kernel: what is allocated and freed between two samples i
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from typing import Final, Protocol
@@ -16,6 +17,8 @@ from stockade.sandbox.kill import Reach
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.loop import Loop
 from stockade.sandbox.verdict import format_bytes
+
+log = logging.getLogger(__name__)
 
 _SHORTEST_INTERVAL_S: Final = 0.05
 # Sampling may take at most this share of the spawner's time.
@@ -95,6 +98,7 @@ class Rounds:
         self._loop = loop
         self._tasks = tasks
         self._is_waiting = False
+        self._is_blind = False
         self._delay_s = _SHORTEST_INTERVAL_S
 
     def begin(self) -> None:
@@ -110,8 +114,13 @@ class Rounds:
         if live:
             self.begin()
         began = time.monotonic()
-        try:
-            for task in live:
+        fault: OSError | None = None
+        for task in live:
+            try:
                 task.sample()
-        finally:
-            self._delay_s = max(_SHORTEST_INTERVAL_S, (time.monotonic() - began) / _SHARE)
+            except OSError as error:
+                fault = error
+        self._delay_s = max(_SHORTEST_INTERVAL_S, (time.monotonic() - began) / _SHARE)
+        if fault is not None and not self._is_blind:
+            log.error("cannot see what tasks use, nor hold them to memory_max: %s", fault)
+        self._is_blind = fault is not None

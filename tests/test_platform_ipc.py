@@ -5,8 +5,6 @@ import os
 import pytest
 import python_process
 
-from stockade.platform import ipc
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 PROLOGUE = """
@@ -89,19 +87,3 @@ def try_to_remove():
 as_user(1879048001, try_to_remove)
 assert set(ipc.objects_of(0)) == ours
 """)
-
-
-def test_entries_are_told_by_owner_also_with_names_that_are_no_text(tmp_path):
-    for name in (b"plain", b"\xff\xfe", b"-rf"):
-        with open(os.path.join(os.fsencode(tmp_path), name), "w"):
-            pass
-    (tmp_path / "link").symlink_to("/none")
-    (tmp_path / "directory").mkdir()
-    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        expected = {b"plain", b"\xff\xfe", b"-rf", b"link", b"directory"}
-        assert set(ipc.entries_of(fd, os.getuid())) == expected
-        assert ipc.entries_of(fd, 1879048001) == []
-        assert set(ipc.entries_of(fd, os.getuid())) == expected
-    finally:
-        os.close(fd)

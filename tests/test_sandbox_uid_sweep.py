@@ -95,24 +95,100 @@ left = uid_sweep.sweep({int(sys.argv[2])})
 assert left == {}, left
 """
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and /dev/fuse"
-)
-def test_what_another_user_mounted_where_tasks_write_stops_no_sweep(place: Path) -> None:
+
+@needs_root
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse")
+@pytest.mark.parametrize("option", ["", ",allow_other"])
+def test_what_another_user_mounted_where_tasks_write_stops_no_sweep(
+    place: Path, option: str
+) -> None:
+    # With allow_other each look at it waits for an answer of its server, which gives none.
     of_task, theirs = place / "of-task", place / "theirs"
     place.chmod(0o1777)
     of_task.touch()
     os.chown(of_task, FIRST, FIRST)
     theirs.mkdir()
     server = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={server},rootmode=40000,user_id=1234,group_id=1234"
+    options = f"fd={server},rootmode=40000,user_id=1234,group_id=1234{option}"
     mounts.mount("none", theirs, "fuse", 0, options)
     try:
-        with pytest.raises(PermissionError):
-            theirs.lstat()
+        if not option:
+            with pytest.raises(PermissionError):
+                theirs.lstat()
         run_python(SWEEP, str(place), str(FIRST))
         assert not of_task.exists()
     finally:
         mounts.unmount(theirs, mounts.MNT_DETACH)
         os.close(server)
+
+
+@needs_root
+def test_what_one_task_hid_in_the_directory_of_another_goes_with_that(place: Path) -> None:
+    place.chmod(0o1777)
+    first, second = place / "first", place / "first/second"
+    first.mkdir()
+    second.mkdir(mode=0o700)
+    (second / "file").touch(mode=0o600)
+    first.chmod(0o777)
+    os.chown(first, FIRST, FIRST)
+    os.chown(second, FIRST + 1, FIRST + 1)
+    elsewhere = place.parent / f"{place.name}-elsewhere"
+    elsewhere.write_text("not theirs")
+    (first / "link").symlink_to(elsewhere)
+    try:
+        run_python(SWEEP, str(place), str(FIRST))
+        assert not first.exists()
+        assert elsewhere.read_text() == "not theirs"
+    finally:
+        elsewhere.unlink()
+
+
+SWEEP_UNTIL_FREE = """
+import sys, time
+from pathlib import Path
+from stockade.platform import mounts
+from stockade.sandbox import uid_sweep
+from stockade.sandbox.loop import Loop
+from stockade.sandbox.uids import UidPool
+
+place, uid = Path(sys.argv[1]), int(sys.argv[2])
+uid_sweep.DIRECTORIES = (str(place),)
+uid_sweep._WAIT_S = uid_sweep._SPOILED_S = 0.1
+loop, uids = Loop(), UidPool(uid - 1, uid, place / "locks")
+uid_sweep.UidSweeper(loop, uids)
+looks = 0
+
+def look():
+    global looks
+    looks += 1
+    if looks == 10:
+        assert uids.size == 1 and not uids._free, "it is used while something of it is left"
+        mounts.unmount(place / "left/mounted")
+    if uids._free:
+        loop.stop()
+    else:
+        loop.call_later(0.1, look)
+
+taken, lock = uids.take()
+uids.give_back(taken, lock)
+loop.call_later(0.1, look)
+loop.run()
+assert looks > 10
+"""
+
+
+@needs_root
+def test_uid_of_which_a_sweep_left_something_serves_again_once_that_is_gone(place: Path) -> None:
+    place.chmod(0o1777)
+    mounted = place / "left/mounted"
+    mounted.mkdir(parents=True)
+    os.chown(place / "left", FIRST, FIRST)
+    mounts.mount("none", mounted, "tmpfs", 0, "")
+    try:
+        run_python(SWEEP_UNTIL_FREE, str(place), str(FIRST))
+        assert not (place / "left").exists()
+    finally:
+        if mounted.is_mount():
+            mounts.unmount(mounted, mounts.MNT_DETACH)

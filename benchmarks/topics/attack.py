@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import uvloop
 from bare import bare_s
 from results import Plot, Topic
 from timing import beside, percentile
@@ -134,4 +135,4 @@ async def _measure(counts: Counts) -> Topic:
 
 
 def measure(counts: Counts) -> Topic:
-    return asyncio.run(_measure(counts))
+    return uvloop.run(_measure(counts))

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 import redis_peers
+import uvloop
 from accounting import process_cpu_s, reap_strays, tree_cpu_s
 from bare import COMMAND, bare_rate, bare_s
 from redis_peers import Peer
@@ -158,4 +159,4 @@ async def _measure(counts: Counts) -> Topic:
 
 
 def measure(counts: Counts) -> Topic:
-    return asyncio.run(_measure(counts))
+    return uvloop.run(_measure(counts))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import redis_peers
+import uvloop
 from accounting import activity, pss_kib, reap_strays
 from results import Plot, Topic
 from ways import UnavailableError
@@ -129,4 +130,4 @@ def _peers(topic: Topic, stack: contextlib.AsyncExitStack) -> dict[str, Look]:
 
 
 def measure(counts: Counts) -> Topic:
-    return asyncio.run(_measure(counts))
+    return uvloop.run(_measure(counts))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Final
 
+import uvloop
 from leaks import Look, looks_at
 from results import Plot, Topic
 from timing import exponent
@@ -44,7 +44,7 @@ async def _looks(counts: Counts) -> list[Look]:
 
 def measure(counts: Counts) -> Topic:
     topic = Topic(NAME, TITLE)
-    looks = asyncio.run(_looks(counts))
+    looks = uvloop.run(_looks(counts))
     for one in looks:
         topic.add_all(
             SECTION,

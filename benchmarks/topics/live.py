@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import statistics
 from typing import Final
 
+import uvloop
 from accounting import resident_mib
 from bare import beside_bash
 from beside_live import BesideLive
@@ -89,7 +89,7 @@ def measure(counts: Counts) -> Topic:
     topic = Topic(NAME, TITLE)
     profiles = (Profile.PROCESS, Profile.PRIVATE)
     exponents = {f"start, {profile}": _starts(topic, profile, counts) for profile in profiles}
-    exponents["dispatch to report, private, http"] = asyncio.run(_reports(topic, counts))
+    exponents["dispatch to report, private, http"] = uvloop.run(_reports(topic, counts))
     for name, value in exponents.items():
         topic.add(FIT, name, exponent=value)
     sections = (*(START.format(profile) for profile in profiles), REPORT)

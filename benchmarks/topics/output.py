@@ -10,6 +10,7 @@ import statistics
 import time
 from typing import Final
 
+import uvloop
 from accounting import process_cpu_s, tree_cpu_s
 from results import Plot, Topic
 from ways import ENVIRONMENT
@@ -114,4 +115,4 @@ async def _compare(topic: Topic, running: Running, writers: int, counts: Counts)
 
 
 def measure(counts: Counts) -> Topic:
-    return asyncio.run(_measure(counts))
+    return uvloop.run(_measure(counts))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+import uvloop
 from bare import beside_bash
 from journal import add_delivered, timed
 from results import Plot, Topic
@@ -86,4 +86,4 @@ async def _measure(counts: Counts) -> Topic:
 
 
 def measure(counts: Counts) -> Topic:
-    return asyncio.run(_measure(counts))
+    return uvloop.run(_measure(counts))
