@@ -42,7 +42,8 @@ from stockade.platform.mounts import unescape
 
 # The kernel hands out a file's lines when they fill a page or when they end (fs/seq_file.c), and no
 # line of a group's file is as long as half a page: what is shorter is the end. Saves a read.
-_LAST_BYTES: Final = 2048
+_PAGE_BYTES: Final = 4096
+_LAST_BYTES: Final = _PAGE_BYTES // 2
 
 
 class _Node(NamedTuple):
@@ -128,7 +129,7 @@ class Group(Controller):  # type: ignore[misc]  # cgroupspy has no types
 
     def filepath(self, filename: bytes) -> bytes:
         """The path of one of the group's files."""
-        return os.path.join(self.path, filename)
+        return b"%b/%b" % (self.path, filename)
 
     @property
     def exists(self) -> bool:
@@ -308,7 +309,7 @@ def group_of(pid: int) -> str | None:
 
 def _read_whole(fd: int) -> bytes:
     parts = []
-    while part := os.read(fd, 65536):
+    while part := os.read(fd, _PAGE_BYTES):
         parts.append(part)
         if len(part) < _LAST_BYTES:
             break

@@ -6,10 +6,16 @@ Source: Documentation/accounting/psi.rst; Linux 4.20 for the host, 5.2 for group
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from stockade.platform._libc import translated
+
+_AVERAGE: Final = r"=(\d+\.\d+)"
+_LINE: Final = re.compile(
+    rf"^(some|full) avg10{_AVERAGE} avg60{_AVERAGE} avg300{_AVERAGE} total=(\d+)$", re.MULTILINE
+)
 
 
 class Stall(NamedTuple):
@@ -37,19 +43,10 @@ def parse_pressure(text: str) -> Pressure:
     Raises:
         ValueError: it is none.
     """
-    stalls: dict[str, Stall] = {}
-    for line in text.splitlines():
-        kind, *words = line.split()
-        table = dict(word.split("=", 1) for word in words)
-        try:
-            stalls[kind] = Stall(
-                avg10=float(table["avg10"]),
-                avg60=float(table["avg60"]),
-                avg300=float(table["avg300"]),
-                total_us=int(table["total"]),
-            )
-        except KeyError as error:
-            raise ValueError(f"no pressure file: {line!r} has no {error}") from error
+    stalls = {
+        kind: Stall(float(avg10), float(avg60), float(avg300), int(total_us))
+        for kind, avg10, avg60, avg300, total_us in _LINE.findall(text)
+    }
     if "some" not in stalls:
         raise ValueError(f"no pressure file: {text[:80]!r}")
     return Pressure(stalls["some"], stalls.get("full"))

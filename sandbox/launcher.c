@@ -168,11 +168,24 @@ static void set_signal_mask(uint64_t mask)
     syscall(SYS_rt_sigprocmask, SIG_SETMASK, &mask, NULL, sizeof mask);
 }
 
-static void prepare(void)
+/* Once, for copies of a zygote inherit it, and so do their children. */
+static void disarm(void)
 {
     static const uint64_t default_action[8]; /* struct sigaction as the kernel has it, all zero */
-    sigset_t watched;
     set_signal_mask(~UINT64_C(0));
+    /* Python leaves SIGPIPE and SIGXFSZ ignored, and what is ignored stays so over exec. For us, who
+     * block every signal, these defaults change nothing. */
+    for (int number = 1; number <= 64; number++)
+        syscall(SYS_rt_sigaction, number, default_action, NULL, sizeof(uint64_t));
+    /* No process of ours may ever gain a capability by exec. This takes nothing from those we have
+     * and still need. EINVAL: past the last one that this kernel knows. */
+    for (unsigned long number = 0; prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0; number++);
+    bounding_set_is_empty = errno == EINVAL;
+}
+
+static void prepare(void)
+{
+    sigset_t watched;
     sigemptyset(&watched);
     sigaddset(&watched, SIGCHLD);
     sigaddset(&watched, SIGTERM);
@@ -182,16 +195,8 @@ static void prepare(void)
         syscall(SYS_close_range, (unsigned)FD_FIRST_FREE, ~0U, 0) < 0 ||
         (signals_fd = signalfd(-1, &watched, SFD_CLOEXEC)) < FD_FIRST_FREE)
         _exit(1); /* a lower number is one that should have been open: the spawner is mistaken */
-    /* Python leaves SIGPIPE and SIGXFSZ ignored, and what is ignored stays so over exec. The child
-     * inherits these defaults; for us, who block every signal, they change nothing. */
-    for (int number = 1; number <= 64; number++)
-        syscall(SYS_rt_sigaction, number, default_action, NULL, sizeof(uint64_t));
     launcher = getpid();
     is_root = geteuid() == 0;
-    /* No process of ours may ever gain a capability by exec. This takes nothing from those we have
-     * and still need; the child inherits it. EINVAL: past the last one that this kernel knows. */
-    for (unsigned long number = 0; prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0; number++);
-    bounding_set_is_empty = errno == EINVAL;
 }
 
 /* ---- Waiting for 'G' and reading the message ---- */
@@ -468,6 +473,7 @@ static void reap(void)
 
 int main(int argc, char **argv)
 {
+    disarm();
     if (argc == 2)
         be_zygote(argv[0]); /* returns in each copy */
     prepare();

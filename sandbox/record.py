@@ -250,7 +250,8 @@ class RecordFile:
         content = os.pread(self.fd, _USUAL_BYTES, self._offset)
         if len(content) == _USUAL_BYTES:
             content += os.pread(self.fd, _MOST_BYTES, self._offset + len(content))
-        self._offset += _take(self._record, content)
+        if content:
+            self._offset += _take(self._record, content)
         return self._record
 
     # What this process acts on whether it can be written or not. Where it cannot, another spawner

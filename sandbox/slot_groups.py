@@ -44,8 +44,8 @@ class SlotGroups:
         self, path: Path, ceiling: Ceiling, *, disk: str | None, counts_peak: bool
     ) -> None:
         self.slot = Group(path)
-        self.init = Group(path / "init")
-        self.task = Group(path / "task")
+        self.init = self.slot.child(b"init")
+        self.task = self.slot.child(b"task")
         self.ceiling = ceiling
         self.counts_peak = counts_peak
         self._disk = disk

@@ -14,7 +14,6 @@
 #include "zygote.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -164,9 +163,6 @@ long clone_process(const struct clone_args *arguments)
 
 void be_zygote(char *name)
 {
-    static const uint64_t every_signal = ~UINT64_C(0);
-    /* What ends us is the spawner's end of the socket; launchers block every signal too. */
-    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &every_signal, NULL, sizeof every_signal);
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     prctl(PR_SET_NAME, "stockade-zygote", 0, 0, 0);
     syscall(SYS_close_range, (unsigned)FD_FIRST_FREE, ~0U, 0);
