@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 # World-writable directories of the host that tasks of profile process see.
 DIRECTORIES: Final = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp", "/run/lock")
 # A sweep costs a fork and a look at all these places, as much as two starts: it is done for many
-# uids at once, unless they are short.
+# uids at once. Each of them holds a descriptor until then.
+_BATCH: Final = 256
 _WAIT_S: Final = 1.0
-_SHORT: Final = 0.25
 _PART_BYTES: Final = 65536
 _LOOK_S: Final = 5.0
 _FINISH_S: Final = 5.0
@@ -57,7 +57,7 @@ class UidSweeper:
             self._uids.reclaim(uid)
 
     def _uid_was_used(self) -> None:
-        if len(self._uids.used) >= _SHORT * self._uids.size:
+        if len(self._uids.used) >= min(_BATCH, self._uids.size // 4):
             self._begin()
         elif self._timer is None:
             self._timer = self._loop.call_later(_WAIT_S, self._begin)
