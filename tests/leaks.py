@@ -1,11 +1,13 @@
-"""What a test run must not leave behind: compared from the suite's start to its last test.
+"""A pytest plugin: what a test run must not leave behind, compared from its start to its end.
 
-Loaded as a plugin by conftest.py, which also puts tests/test_zz_leaks.py last.
+``--check-leaks`` fails a run after which anything of ours is left on the host. For runs that are
+alone on it: what others start meanwhile is told, too.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +17,9 @@ from worker_process import directories_named
 from stockade.platform import cgroup, proc
 
 _TEMPORARY: Final = ("stockade-",)
-STARTED: Final = pytest.StashKey[dict[str, set[str]]]()
+_DEADLINE_S: Final = 30.0
+_STARTED: Final = pytest.StashKey[dict[str, set[str]]]()
+_LEFT: Final = pytest.StashKey[list[str]]()
 
 
 def _processes() -> set[str]:
@@ -74,10 +78,43 @@ def snapshot() -> dict[str, set[str]]:
     }
 
 
+def left_since(before: dict[str, set[str]]) -> list[str]:
+    """What there is more, a line each; a spawner that is just ending is waited for."""
+    end = time.monotonic() + _DEADLINE_S
+    while True:
+        left = [
+            f"{kind}: {one}"
+            for kind, found in snapshot().items()
+            for one in sorted(found - before[kind])
+        ]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check-leaks", action="store_true", help="fail if anything of ours is left on the host"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STARTED] = snapshot()
+    # Where tests run side by side (xdist), whoever hands them out looks when all are done.
+    if config.getoption("--check-leaks") and not hasattr(config, "workerinput"):
+        config.stash[_STARTED] = snapshot()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The leak check runs after all else."""
-    items.sort(key=lambda item: item.path.name == "test_zz_leaks.py")
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _STARTED in session.config.stash:
+        session.config.stash[_LEFT] = left_since(session.config.stash[_STARTED])
+        if session.config.stash[_LEFT]:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left = config.stash.get(_LEFT, None)
+    if left is not None:
+        terminalreporter.section("what the tests left behind")
+        terminalreporter.write_line("\n".join(left) or "nothing")

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -114,6 +114,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    skipped = session.config.stash[_SKIPPED]
+    if hasattr(session.config, "workeroutput"):
+        # Side by side with others (xdist): whoever hands the tests out gathers what all skipped.
+        session.config.workeroutput["skipped for want"] = skipped
+        return
     target: Path | None = session.config.getoption("--lab-list")
     if target is not None:
-        target.write_text("".join(f"{name}\n" for name in session.config.stash[_SKIPPED]))
+        target.write_text("".join(f"{name}\n" for name in skipped))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_SKIPPED] += getattr(node, "workeroutput", {}).get("skipped for want", [])
