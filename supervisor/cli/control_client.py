@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -70,23 +71,32 @@ class ControlClient:
     def _ask(
         self, method: str, path: str, body: bytes | None = None
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = _UnixConnection(self._path, self._timeout_s)
         try:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            content = response.read()
+            try:
+                response, content = self._exchange(method, path, body)
+            except (BrokenPipeError, ConnectionResetError):
+                # A worker that is just being reloaded closed it; the next life answers.
+                if method != "GET":
+                    raise
+                response, content = self._exchange(method, path, body)
         except (OSError, http.client.HTTPException) as error:
             raise StockadeError(
                 f"cannot reach a worker at {self._path}: "
                 f"{getattr(error, 'strerror', None) or error}; is it running? "
                 "(--socket, or STOCKADE_WORKER_RUNTIME_DIR, names another one)"
             ) from error
-        finally:
-            connection.close()
         if response.status >= http.client.BAD_REQUEST:
             raise StockadeError(f"cannot {method} {path.partition('?')[0]}: {_reason(content)}")
         return response, content
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        with contextlib.closing(_UnixConnection(self._path, self._timeout_s)) as connection:
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response, response.read()
 
 
 class _UnixConnection(http.client.HTTPConnection):
