@@ -135,6 +135,20 @@ def test_standard_input_is_passed_on() -> None:
     assert stockade_run("--", "cat", stdin=b"x" * 300_000).stdout == b"x" * 300_000
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_stream_that_is_closed_is_dev_null_and_nothing_of_ours(closed: str) -> None:
+    script = "[ $(readlink /proc/self/fd/0) = /dev/null ] && exit 7"
+    ended = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "-", *STOCKADE, "run", "--", "sh", "-c", script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=ENVIRONMENT,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (7, b"")
+
+
 def test_terminal_is_not_passed_on() -> None:
     leader, follower = pty.openpty()
     try:

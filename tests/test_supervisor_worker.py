@@ -90,6 +90,15 @@ def test_metrics_tell_ended_tasks_and_the_load(
     assert "stockade_undelivered_reports 0.0" in lines
 
 
+def test_log_that_cannot_be_written_stops_nothing(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    worker.kill()
+    worker.before = ("sh", "-c", 'exec "$@" 2>/dev/full', "-")
+    worker.start()
+    assert run(scheduler, worker, "t", "echo hello")["status"] == "success"
+
+
 @over_both_links
 def test_long_payloads_run(scheduler: RecordingScheduler, worker: WorkerProcess) -> None:
     for size in (131_071, 131_072, 200_000, 1_000_000):

@@ -17,6 +17,7 @@ import typer.completion
 
 from stockade.platform.errors import StockadeError
 from stockade.supervisor.cli.ended import CommandEnded
+from stockade.supervisor.cli.standard_streams import make_usable
 from stockade.supervisor.errors import ConfigError
 
 EXIT_FAILURE: Final = 1
@@ -93,6 +94,7 @@ def _root(
 
 def main() -> None:
     """The console script's entry point. Ends the process; expected errors are one message each."""
+    make_usable()
     sys.exit(run_command(sys.argv[1:]))
 
 
