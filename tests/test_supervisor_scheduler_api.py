@@ -218,6 +218,8 @@ def test_health_is_ok_and_what_does_not_exist_is_said_in_json(tmp_path: Path) ->
     [
         {"Origin": "http://elsewhere.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Host": "["},
         {"Host": "rebound.example"},
         {"Origin": "http://rebound.example", "Host": "rebound.example"},
     ],

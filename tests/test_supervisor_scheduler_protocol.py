@@ -115,7 +115,13 @@ def test_a_heartbeat_of_an_unknown_worker_gets_404_and_one_of_a_known_worker_200
         ("/api/v1/workers/register", {"worker_id": "w", "hostname": None}),
         ("/api/v1/workers/register", b"no json"),
         ("/api/v1/workers/register", {"worker_id": "w", "hostname": "h", "max_concurrency": "x"}),
+        (
+            "/api/v1/workers/register",
+            {"worker_id": "w", "hostname": "h", "max_concurrency": 10**20},
+        ),
         ("/api/v1/workers/heartbeat", {"current_load": 1}),
+        ("/api/v1/workers/heartbeat", {"worker_id": "w", "current_load": 10**20}),
+        ("/api/v1/workers/heartbeat", {"worker_id": "w", "report_unix_milli": 10**15}),
         ("/api/v1/workers/heartbeat", []),
         ("/api/v1/task-instances/report", {"status": "success"}),
         ("/api/v1/task-instances/report", b"\xff"),

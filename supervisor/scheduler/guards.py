@@ -81,9 +81,13 @@ def _own_pages(settings: Settings) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
+        try:
+            is_foreign = origin is not None and urlsplit(origin).netloc != request.host
+            name = (urlsplit(f"//{request.host}").hostname or "").lower()
+        except ValueError as error:
+            raise web.HTTPForbidden(text=f"cannot read Host or Origin: {error}") from error
+        if is_foreign:
             raise web.HTTPForbidden(text=f"requests from pages of {origin} are refused")
-        name = (urlsplit(f"//{request.host}").hostname or "").lower()
         if (
             not settings.allow_networks
             and name not in loopback_names

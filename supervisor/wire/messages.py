@@ -6,7 +6,7 @@ sides. Times are RFC 3339 UTC texts. Shared by the links and by the embedded sch
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -21,6 +21,11 @@ REPORT_PATH: Final = "/api/v1/task-instances/report"
 
 MAX_DISPATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_INSTANCE_ID_CHARACTERS: Final = 256
+
+# As wide as over gRPC: nobody has to cope with a worker of 10**30 places.
+_Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# To the end of the year 9999, which is as far as a time can be written as text.
+_UnixMilli = Annotated[int, msgspec.Meta(ge=0, le=253_402_300_799_999)]
 
 
 class HttpRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True):
     callback_url: str
     grpc_addr: str = ""
     protocol: str = "http"
-    max_concurrency: int
+    max_concurrency: _Int32
     labels: dict[str, str] = {}
 
 
@@ -76,9 +81,9 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Worker to scheduler, every 10 s. Answered 404 when the worker must register again."""
 
     worker_id: str
-    current_load: int
-    running_tasks: int
-    report_unix_milli: int
+    current_load: _Int32
+    running_tasks: _Int32
+    report_unix_milli: _UnixMilli
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True):
