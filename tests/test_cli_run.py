@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_process import DEADLINE_S, STOCKADE, eventually, processes_that_name
+from worker_process import DEADLINE_S, STOCKADE, eventually, make_place, processes_that_name
 
 from stockade.supervisor.limits import LIMIT_FIELDS
 
@@ -191,6 +191,21 @@ def test_reader_that_goes_away_ends_the_command() -> None:
     assert (ended.stdout, ended.returncode) == (b"y\n", 128 + signal.SIGPIPE)
 
 
+def test_output_that_cannot_be_passed_on_is_no_success() -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [*STOCKADE, "run", "--", "echo", "hello"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert ended.returncode == 125
+    assert b"No space left on device" in ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_cancels_the_command_and_leaves_nothing(number: signal.Signals) -> None:
     process = subprocess.Popen(
@@ -208,6 +223,48 @@ def test_signal_cancels_the_command_and_leaves_nothing(number: signal.Signals) -
     assert json.loads(errors.splitlines()[-1])["status"] == "cancelled"
     assert processes_that_name("654.5") == []
     assert leftovers() == []
+
+
+def test_signal_while_the_sandbox_is_set_up_cancels_and_leaves_nothing() -> None:
+    place = make_place()
+    process = subprocess.Popen(
+        [*STOCKADE, "run", "--json", "--", "sleep", "656.5"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, "TMPDIR": str(place)},
+    )
+    try:
+        eventually(lambda: list(place.glob("stockade-run-*")))
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert json.loads(errors.splitlines()[-1])["status"] == "cancelled"
+        assert processes_that_name("656.5") == []
+        assert processes_that_name(str(place)) == []
+        assert list(place.iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()
+        subprocess.run(["rm", "-r", place], check=True)
+
+
+def test_hangup_that_is_ignored_cancels_nothing() -> None:
+    script = "echo begun; read word; exit 7"
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "-", *STOCKADE, "run", "--", "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (ignored,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")]
+    assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+    process.send_signal(signal.SIGHUP)
+    process.communicate(b"go on\n", timeout=DEADLINE_S)
+    assert process.returncode == 7
 
 
 def test_killed_run_takes_its_command_with_it() -> None:

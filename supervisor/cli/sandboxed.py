@@ -16,7 +16,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 from stockade.platform import sockets
 from stockade.platform.errors import StockadeError
@@ -24,7 +24,7 @@ from stockade.platform.files import open_directory
 from stockade.platform.pidfd import has_ended, open_pidfd, reap
 from stockade.sandbox.cleanup import remove_tree
 from stockade.sandbox.limits import Limits
-from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status
 from stockade.sandbox.profiles import Profile, View
 from stockade.sandbox.protocol import (
     MAX_DESCRIPTORS,
@@ -71,7 +71,7 @@ def ended_by_signal(outcome: Outcome) -> int:
 def run_sandboxed(
     plan: ProcessPlan, limits: Limits, profile: Profile, view: View, *, output_max: int | None
 ) -> Outcome:
-    """Run one command to its end; SIGINT, SIGTERM and SIGHUP cancel it.
+    """Run one command to its end; SIGINT, SIGTERM and SIGHUP cancel it, whenever they come.
 
     Args:
         plan: the command.
@@ -81,19 +81,32 @@ def run_sandboxed(
         output_max: bytes of output that are passed on; the rest is read and dropped. None for all.
 
     Raises:
-        StockadeError: the sandbox could not be set up, or was lost.
+        StockadeError: the sandbox could not be set up, or was lost; or our own output takes no
+            more, on a full disk for example.
     """
     packed = pack_start(SEQ, plan, limits, profile, own_stdio=True)
-    with own_spawner(profile, view) as spawner, Streams(output_max) as streams:
-        spawner.start(packed, streams.for_task())
-        streams.close_for_task()
-        with _signals_cancel(spawner) as received:
+    with (
+        _Signals() as signals,
+        own_spawner(profile, view) as spawner,
+        Streams(output_max) as streams,
+    ):
+        if signals.received:
+            outcome = Outcome(Status.CANCELLED, ErrorCode.CANCELLED, profile=profile)
+        else:
+            spawner.start(packed, streams.for_task())
+            streams.close_for_task()
+            signals.cancel(spawner)
             outcome = _follow(spawner, streams)
+    if streams.fault is not None:
+        raise StockadeError(
+            f"cannot pass on what the command printed: {streams.fault.strerror}; "
+            f"{streams.copied_bytes} bytes of it came, and not all are there"
+        )
     outcome = dataclasses.replace(
         outcome, output_bytes=streams.copied_bytes, output_truncated=streams.cut
     )
-    if received and outcome.status == "cancelled":
-        name = signal.Signals(received[0]).name
+    if signals.received and outcome.status == "cancelled":
+        name = signal.Signals(signals.received[0]).name
         outcome = dataclasses.replace(outcome, reason=f"{_CANCEL_REASON}{name}")
     return outcome
 
@@ -220,26 +233,45 @@ def _hear(spawner: OwnSpawner, streams: Streams) -> Outcome | None:
     return message.outcome
 
 
-@contextlib.contextmanager
-def _signals_cancel(spawner: OwnSpawner) -> Iterator[list[int]]:
-    """The signals that came. The first asks for the end, the second does not wait for it."""
-    received: list[int] = []
+class _Signals:
+    """What asks for the end from outside. The second signal does not wait for it.
 
-    def handle(number: int, _frame: object) -> None:
-        received.append(number)
-        if len(received) == 1:
-            with contextlib.suppress(OSError):
-                spawner.send(Cancel(seq=SEQ))
-        else:
-            raise StockadeError("interrupted")
+    Held from before the spawner is started until it is gone: a signal's own way to end us would
+    leave it and its directory. SIGHUP that is ignored (nohup) stays so.
+    """
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._spawner: OwnSpawner | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def cancel(self, spawner: OwnSpawner) -> None:
+        """The task runs by this spawner now: have it cancelled by the first signal, come or not."""
+        self._spawner = spawner
+        if self.received:
+            self._ask()
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.received.append(number)
+        if len(self.received) > 1:
+            raise StockadeError("interrupted")
+        if self._spawner is not None:
+            self._ask()
+
+    def _ask(self) -> None:
+        assert self._spawner is not None
+        with contextlib.suppress(OSError):
+            self._spawner.send(Cancel(seq=SEQ))
 
 
 @contextlib.contextmanager

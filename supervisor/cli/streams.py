@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 from typing import Final
@@ -11,11 +12,16 @@ CHUNK_BYTES: Final = 64 * 1024
 
 
 class Streams:
-    """The task's standard streams: its output comes through pipes, its input is ours."""
+    """The task's standard streams: its output comes through pipes, its input is ours.
+
+    Attributes:
+        fault: why some output could not be passed on, though somebody may want it.
+    """
 
     def __init__(self, output_max: int | None) -> None:
         self.copied_bytes = 0
         self.cut = False
+        self.fault: OSError | None = None
         self._output_max = output_max
         self._stack = contextlib.ExitStack()
         self._task_stack = contextlib.ExitStack()
@@ -61,9 +67,11 @@ class Streams:
         try:
             while view:
                 view = view[_write(self.copies[read_end], view) :]
-        except OSError:
+        except OSError as error:
             # Nobody reads our output any more: then the task is told in the same way, by SIGPIPE.
             self.stop(read_end)
+            if error.errno != errno.EPIPE:
+                self.fault = error
             return False
         return True
 
