@@ -41,6 +41,8 @@ ALIASES: Final = {
 
 _BY_ENVIRONMENT: Final = {key.environment: key for key in KEYS.values()}
 _UIDS: Final = 65_535
+# A number too long for Python is a bare ValueError.
+_NOT_TOML: Final = "it is not TOML in UTF-8, or a number in it has thousands of digits"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ def _from_file(path: Path, problems: list[str]) -> Iterator[tuple[str, _Raw]]:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         # Decode errors carry the text they failed on, which may hold secrets: say the place only.
-        reason = str(error) if isinstance(error, tomllib.TOMLDecodeError) else "it is not TOML"
+        reason = str(error) if isinstance(error, tomllib.TOMLDecodeError) else _NOT_TOML
         raise ConfigError(f"cannot read configuration {path}: {reason}") from error
     yield from _from_table(document, "", path, problems)
 

@@ -57,6 +57,12 @@ def test_a_bad_file_ends_with_78_and_one_line_a_problem(stockade, write):
     assert "Traceback" not in done.stderr
 
 
+def test_a_number_that_python_cannot_hold_ends_with_78(stockade, write):
+    done = stockade("check", str(write(f"[worker]\nmax_concurrency = {'9' * 5000}\n")))
+    assert done.returncode == 78
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_missing_file_ends_with_78(stockade, tmp_path):
     done = stockade("check", str(tmp_path / "missing.toml"))
     assert done.returncode == 78
