@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,26 @@ def test_a_pair_that_does_not_fit_leaves_the_old_one_in_force_and_is_told_once(
             assert await dispatch(made, "b", caller_tls=context) == 202
 
     serving(tmp_path, link, body, tls_cert=cert, tls_key=key)
+
+
+def test_files_that_could_not_be_read_for_a_moment_are_read_at_the_next_look(
+    link: str, ours: Authority
+) -> None:
+    cert, key = ours.issue("worker")
+    files = tls.TlsFiles(cert=cert, key=key)
+    certificates = tls.Certificates(files, alpn=ALPN[link], section=link)
+    before = certificates.server
+    ours.issue("worker")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(ConfigError):
+            certificates.refresh()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert certificates.server is before
+    assert certificates.refresh()
+    assert certificates.server is not before
 
 
 def test_files_that_cannot_be_used_are_refused_naming_key_and_file(

@@ -83,13 +83,14 @@ class Certificates:
         """Read the files again if they have changed. True when there are new contexts.
 
         Raises:
-            ConfigError: they have changed and cannot be used. Tried again when they change again.
+            ConfigError: they have changed and cannot be used. Tried again at the next look: that
+                they may be read by now does not show in what tells a change.
         """
         signature = self._signature()
         if signature == self._seen:
             return False
-        self._seen = signature
         self._make()
+        self._seen = signature
         return True
 
     async def watch(self, renewed: Callable[[], Awaitable[None]]) -> None:
