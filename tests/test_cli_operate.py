@@ -77,6 +77,24 @@ def test_logs_prints_what_was_printed_and_follows_to_the_end(
     assert stockade("logs", "a/../b", worker=worker).stdout == "one\ntwo\n"
 
 
+def test_logs_of_a_task_that_prints_without_end_ends(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="yes")
+    eventually(lambda: worker.control.output("t", 0)[2] > 20 << 20)
+    printed = stockade("logs", "t", worker=worker).stdout
+    # The head, and of the tail, which runs ahead, little more than a piece.
+    assert 5 << 20 < len(printed) < 11 << 20
+
+
+@pytest.mark.parametrize("command", ["logs", "explain", "cancel"])
+def test_id_that_is_not_utf_8_is_told(command: str) -> None:
+    ended = stockade(command, "\udcff")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("stockade: cannot ")
+    assert "not UTF-8" in ended.stderr
+
+
 def test_logs_says_why_an_output_cannot_be_read(
     scheduler: RecordingScheduler, worker: WorkerProcess
 ) -> None:

@@ -36,7 +36,7 @@ class ControlClient:
         Raises:
             StockadeError: no worker answers, or it says no.
         """
-        _, body = self._ask("GET", f"{path}?{urlencode(query)}" if query else path)
+        _, body = self._ask("GET", path, query)
         return json.loads(body)
 
     def post(self, path: str, fields: dict[str, Any]) -> Any:
@@ -45,7 +45,7 @@ class ControlClient:
         Raises:
             StockadeError: no worker answers, or it says no.
         """
-        _, body = self._ask("POST", path, json.dumps(fields).encode())
+        _, body = self._ask("POST", path, fields=fields)
         return json.loads(body)
 
     def output(self, instance_id: str, offset: int) -> tuple[bytes, int, int, bool, int]:
@@ -58,8 +58,8 @@ class ControlClient:
         Raises:
             StockadeError: no worker answers, or it knows no such task.
         """
-        query = urlencode({"id": instance_id, "offset": offset})
-        response, body = self._ask("GET", f"/v1/output?{query}")
+        query = {"id": instance_id, "offset": str(offset)}
+        response, body = self._ask("GET", "/v1/output", query)
         return (
             body,
             int(response.headers["X-Next-Offset"]),
@@ -69,16 +69,26 @@ class ControlClient:
         )
 
     def _ask(
-        self, method: str, path: str, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> tuple[http.client.HTTPResponse, bytes]:
         try:
+            target = f"{path}?{urlencode(query)}" if query else path
+            body = None if fields is None else json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            # The shell's bytes that are not UTF-8 arrive here as lone surrogates.
+            raise StockadeError(f"cannot {method} {path}: no id holds what is not UTF-8") from error
+        try:
             try:
-                response, content = self._exchange(method, path, body)
+                response, content = self._exchange(method, target, body)
             except (BrokenPipeError, ConnectionResetError):
                 # A worker that is just being reloaded closed it; the next life answers.
                 if method != "GET":
                     raise
-                response, content = self._exchange(method, path, body)
+                response, content = self._exchange(method, target, body)
         except (OSError, http.client.HTTPException) as error:
             raise StockadeError(
                 f"cannot reach a worker at {self._path}: "
@@ -86,15 +96,15 @@ class ControlClient:
                 "(--socket, or STOCKADE_WORKER_RUNTIME_DIR, names another one)"
             ) from error
         if response.status >= http.client.BAD_REQUEST:
-            raise StockadeError(f"cannot {method} {path.partition('?')[0]}: {_reason(content)}")
+            raise StockadeError(f"cannot {method} {path}: {_reason(content)}")
         return response, content
 
     def _exchange(
-        self, method: str, path: str, body: bytes | None
+        self, method: str, target: str, body: bytes | None
     ) -> tuple[http.client.HTTPResponse, bytes]:
         with contextlib.closing(_UnixConnection(self._path, self._timeout_s)) as connection:
             headers = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(method, path, body, headers)
+            connection.request(method, target, body, headers)
             response = connection.getresponse()
             return response, response.read()
 

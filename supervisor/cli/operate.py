@@ -110,13 +110,16 @@ def logs(
     """Print what a task has printed."""
     client = ControlClient(socket)
     offset = 0
+    # What it prints meanwhile is for --follow: a task that prints fast is never caught up with.
+    asked_for: int | None = None
     try:
         while True:
             data, offset, total, ended, cut = client.output(instance_id, offset)
+            asked_for = total if asked_for is None else asked_for
             if cut:
                 _write(f"\n[... {cut} bytes cut ...]\n".encode())
             _write(data)
-            if ended or (not follow and offset >= total):
+            if ended or (not follow and offset >= asked_for):
                 return
             if not data:
                 time.sleep(POLL_S)
