@@ -342,6 +342,34 @@ def test_version_help_and_unknown_commands() -> None:
     assert stockade("no-such-command").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("reader", "told"),
+    [("full", "stockade: cannot write the output: No space left on device\n"), ("nobody", "")],
+)
+@pytest.mark.parametrize("arguments", [["--version"], ["config", "show"]])
+def test_output_that_cannot_be_written_is_a_failure(
+    arguments: list[str], reader: str, told: str
+) -> None:
+    if reader == "full":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read_end, descriptor = os.pipe()
+        os.close(read_end)
+    try:
+        ended = subprocess.run(
+            [*STOCKADE, *arguments],
+            stdout=descriptor,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": "/nonexistent"},
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    finally:
+        os.close(descriptor)
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
 def test_run_imports_neither_the_daemon_nor_its_libraries() -> None:
     code = (
         "import sys; from stockade.supervisor.cli.main import build_app; build_app(['run']);"

@@ -5,6 +5,7 @@ Only the module of the command asked for is imported, so that ``stockade run`` s
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -95,7 +96,7 @@ def _root(
 def main() -> None:
     """The console script's entry point. Ends the process; expected errors are one message each."""
     make_usable()
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(_flushed(run_command(sys.argv[1:])))
 
 
 def run_command(arguments: list[str]) -> int:
@@ -126,6 +127,19 @@ def run_command(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     return 0
+
+
+def _flushed(status: int) -> int:
+    """The status, once all that was printed is out; a failure when it cannot be."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            print(f"stockade: cannot write the output: {error.strerror}", file=sys.stderr)
+        # Or Python tries once more at its end, with words and a status of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status or EXIT_FAILURE
+    return status
 
 
 def _complain(error: Exception) -> None:
