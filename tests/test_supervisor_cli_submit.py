@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from scheduler_lab import DEADLINE_S, FakeWorker, SchedulerProcess, get, lab, scheduler_process
 
 from stockade.supervisor.cli.submission import exit_status, split_message
@@ -229,6 +230,32 @@ def test_a_wait_lives_through_a_restart_of_the_scheduler(tmp_path: Path) -> None
             assert await waiting == (0, "after all\n", "")
 
     play(tmp_path, scenario)
+
+
+def test_a_wait_lives_through_a_store_that_cannot_be_used_for_a_moment() -> None:
+    task = {"id": "t", "ended": False}
+    success = {"status": "success", "error_code": "", "error_message": "after all\n"}
+    answers = [
+        web.json_response({"error": "cannot use scheduler.db: database is locked"}, status=503),
+        web.json_response({**task, **success, "ended": True, "outcome": {}}),
+    ]
+
+    async def take(_request: web.Request) -> web.Response:
+        return web.json_response(task, status=201)
+
+    async def show(_request: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    async def main() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/v1/tasks", take), web.get("/v1/tasks/t", show)])
+        async with TestServer(app) as server:
+            process = await start_command(
+                "submit", "--scheduler", str(server.make_url("/")), "--wait", "x"
+            )
+            assert await end_of(process) == (0, "after all\n", "")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("wait", [True, False])

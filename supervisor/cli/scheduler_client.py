@@ -25,10 +25,11 @@ _POLL_S: Final = 30
 # A scheduler that is being restarted; the task goes on meanwhile.
 _LOST_MAX_S: Final = 60.0
 _LOST_PAUSE_S: Final = 0.5
+_UNAVAILABLE: Final = 503
 
 
 class UnreachableError(SubmitError):
-    """The scheduler does not answer; it may be on its way back."""
+    """The scheduler does not answer, or has no use of its store; that may pass."""
 
 
 class SchedulerClient:
@@ -165,7 +166,8 @@ def _answer(url: str, status: int, text: str) -> dict[str, Any]:
             "Name that one with --scheduler"
         )
     if status >= 300:
-        raise SubmitError(str(content.get("error", f"the scheduler answered {status}")))
+        kind = UnreachableError if status == _UNAVAILABLE else SubmitError
+        raise kind(str(content.get("error", f"the scheduler answered {status}")))
     return content
 
 
