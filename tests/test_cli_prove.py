@@ -114,7 +114,8 @@ def test_proof_leaves_nothing_behind() -> None:
     eventually(lambda: traces() <= before)
 
 
-def test_interrupted_proof_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_proof_leaves_nothing_behind(number: signal.Signals) -> None:
     before = traces()
     process = subprocess.Popen(
         [*STOCKADE, "doctor", "--prove"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -122,7 +123,7 @@ def test_interrupted_proof_leaves_nothing_behind() -> None:
     assert process.stdout is not None
     while not process.stdout.readline().startswith("contained"):
         pass
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode != 0
     assert "Traceback" not in errors

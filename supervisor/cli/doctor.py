@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -236,6 +237,10 @@ def _prove(profile: Profile, host: HostCapabilities, found: dict[str, Any] | Non
     from stockade.supervisor.cli.proof import FAILURES, Proof, Verdict
     from stockade.supervisor.cli.prove import prove
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            # As Ctrl-C: what is set up for the tasks is taken down.
+            signal.signal(number, signal.default_int_handler)
     tasks = hostile_tasks(os.uname().machine)
     width = max(len(task.tries) for task in tasks)
     proofs: list[Proof] = []
