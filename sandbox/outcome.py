@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Self
+from typing import Any, Final, Self
+
+_REASON_CHARACTERS_MAX: Final = 4096
 
 
 class Status(enum.StrEnum):
@@ -93,3 +95,12 @@ class Outcome:
         fields["error_code"] = ErrorCode(fields["error_code"])
         fields["degraded"] = tuple(fields["degraded"])
         return cls(**fields)
+
+
+def reason_of(text: str) -> str:
+    """A text as an outcome's reason: one line, which any message and record can hold.
+
+    What a task asks for can be quoted in it, however long, and with bytes that are no text.
+    """
+    line = text.rstrip().replace("\n", " ")
+    return line[:_REASON_CHARACTERS_MAX].encode("utf-8", "replace").decode()

@@ -27,7 +27,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from stockade.sandbox.limits import Limits
-from stockade.sandbox.outcome import Outcome
+from stockade.sandbox.outcome import Outcome, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class RecordFile:
     # will not know of it.
 
     def append_cause(self, cause: Cause, text: str) -> None:
-        text = text.rstrip().replace("\n", " ")
+        text = reason_of(text)
         if self._record.cause is None:
             self._record.cause, self._record.cause_text = cause, text
         self._append_if_possible("cause", f"{cause} {text}".rstrip())

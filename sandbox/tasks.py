@@ -15,7 +15,7 @@ from stockade.sandbox.cleaner import Cleaner
 from stockade.sandbox.containers import Containers
 from stockade.sandbox.engine_task import ContainerTask
 from stockade.sandbox.equipment import Equipment
-from stockade.sandbox.outcome import ErrorCode, Outcome, Status
+from stockade.sandbox.outcome import ErrorCode, Outcome, Status, reason_of
 from stockade.sandbox.profiles import Profile
 from stockade.sandbox.record import Cause, RecordFile, SlotRecord, recorded_slots
 from stockade.sandbox.settings import Lifetime
@@ -94,7 +94,7 @@ class Tasks:
         self._attempts.forget(start.seq)
         status = Status.CANCELLED if code is ErrorCode.CANCELLED else Status.FAILED
         outcome = Outcome(
-            status, code, reason, profile=start.profile,
+            status, code, reason_of(reason), profile=start.profile,
             degraded=self.equipment.degraded(Profile(start.profile), start.limits),
         )  # fmt: skip
         self._telling.send(protocol.Ended(start.seq, outcome))

@@ -132,11 +132,11 @@ class SpawnerClient:
         environment: tuple[str, ...] = ("PATH=/usr/bin:/bin",),
         files: dict[str, bytes] | None = None,
         stdio: tuple[int, ...] = (), directory: str | None = None,
-        profile: Profile | None = None,
+        profile: Profile | None = None, container: protocol.Container | None = None,
     ) -> None:  # fmt: skip
         strings = [*argv, *environment]
         files = files or {}
-        fds = [memfd.sealed_memfd("spec", b"".join(s.encode() + b"\0" for s in strings))]
+        fds = [memfd.sealed_memfd("spec", b"".join(os.fsencode(s) + b"\0" for s in strings))]
         fds += [memfd.sealed_memfd("file", content) for content in files.values()]
         self.send(
             protocol.Start(
@@ -148,6 +148,7 @@ class SpawnerClient:
                 directory=directory,
                 profile=profile or self.settings.profile,
                 limits=limits or Limits(),
+                container=container,
             ),
             (*fds, *stdio),
         )
