@@ -64,17 +64,17 @@ class Containers:
     def _check_engine(self) -> None:
         """Asks nothing: a client would, and after its failure we would have to find out what of."""
         path = self.engine.settings.socket
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
                 probe.connect(path)
-            except BlockingIOError:
-                pass  # it is there, and busy
-            except OSError as error:
-                raise SandboxSetupError(
-                    "reach the container engine",
-                    f"{path}: {error.strerror}; is it running, and is task.container.socket right?",
-                ) from error
+        except BlockingIOError:
+            pass  # it is there, and busy
+        except OSError as error:
+            raise SandboxSetupError(
+                "reach the container engine",
+                f"{path}: {error.strerror}; is it running, and is task.container.socket right?",
+            ) from error
 
     @contextlib.contextmanager
     def client(
