@@ -121,7 +121,8 @@ def _system_steps(shown: dict[str, bool], view: View, *, as_root: bool) -> tuple
         # Not in a user namespace: there a new /proc can only be mounted where the host's is seen.
         steps += [system_steps.Detach(path) for path in ("/proc", "/sys/fs/cgroup", "/dev", "/run")]
     steps += [system_steps.Devices(), system_steps.RunDirectory(for_work=not as_root)]
-    hidden = set(HIDDEN) | set(view.inaccessible_paths)
+    # On some hosts homes lie elsewhere, and links lead there.
+    hidden = {*map(os.path.realpath, HIDDEN), *view.inaccessible_paths}
     # Parents first, so that the longer path decides.
     for path in sorted(hidden | set(shown)):
         if path not in shown:

@@ -225,3 +225,26 @@ def test_doctor_tells_what_is_missing(host: PoorHost) -> None:
     done = host.run(f"{STOCKADE} doctor")
     assert "memory_max" in done.stdout
     assert "to mend:" in done.stdout
+
+
+def test_homes_that_links_lead_to_are_hidden_where_they_are() -> None:
+    linked = PoorHost(preparation=[], user=None, profile="private")
+    root = linked.place / "root"
+    linked._lines += [
+        f"mkdir {root}",
+        f"mount -t tmpfs -o mode=0755 none {root}",
+        f"mkdir {root}/homes",
+        "for path in /*; do",
+        "  name=${path#/}",
+        '  case $name in home|root) name=homes/$name; ln -s "$name" ' + f"{root}$path;; esac",
+        f'  if [ -L "$path" ]; then cp -a "$path" {root}/',
+        f'  elif [ -d "$path" ]; then mkdir "{root}/$name"; mount --rbind "$path" "{root}/$name"',
+        "  fi",
+        "done",
+    ]
+    linked.drop = f"chroot {root} "
+    done, outcome = linked.stockade("--", "sh", "-c", "ls -A /home/ /root/ /homes/*; ls /homes")
+    assert "namespaces" not in outcome["degraded"], done.stderr
+    lists = "/home/:\n\n/homes/home:\n\n/homes/root:\n\n/root/:\n"
+    assert done.stdout == f"{lists}home\nroot\n"
+    subprocess.run(["rm", "-rf", linked.place], check=True)
