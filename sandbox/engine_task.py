@@ -62,6 +62,7 @@ class ContainerTask(Task):
         self._settled = False
         self._forced = False
         self._following = False
+        self._wish: tuple[Cause, str] | None = None
         self._alive_looks = 0
         self._asking = False
         self._state: ContainerState | None = None
@@ -94,7 +95,12 @@ class ContainerTask(Task):
             if self.record.read().cause is None:
                 self.record.append_cause(cause, text)
             return True
-        return super()._set_cause(cause, text)
+        if super()._set_cause(cause, text):
+            return True
+        if self.phase is Phase.RUNNING and self._wish is None:
+            # The client is over, and the engine is asked, perhaps for long, whether all of it is.
+            self._wish = (cause, text)
+        return False
 
     def launcher_exited(self) -> None:
         if self.phase is Phase.OVER:
@@ -207,6 +213,8 @@ class ContainerTask(Task):
             if self.started is not None and "deadline" not in self._timers:
                 # Taken over from an earlier spawner: the deadline is still the first one's.
                 self._is_started(self.started)
+            if self._wish is not None:
+                self.terminate(*self._wish)
         self._look_later(FOLLOW_LOOK_S if self.phase is Phase.RUNNING else _LOOK_S)
 
     def _no_answer(self, why: str) -> None:
