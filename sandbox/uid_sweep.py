@@ -69,7 +69,13 @@ class UidSweeper:
         if self._child is None and self._uids.used:
             # Made first: a sweep that cannot begin leaves the uids to the next one.
             self._sweeping = frozenset(self._uids.used)
-            self._child = _Child(lambda: sweep(self._sweeping))
+            try:
+                self._child = _Child(lambda: sweep(self._sweeping))
+            except OSError as error:
+                # Nothing to spare on this host. Who gave a uid back has no part in it.
+                log.warning("cannot sweep used uids yet: %s", error)
+                self._timer = self._loop.call_later(_WAIT_S, self._begin)
+                return
             self._uids.begin_sweep()
             self._loop.watch(self._child.report, select.EPOLLIN, self._read)
 
