@@ -94,16 +94,19 @@ class UidPool:
 
         Raises:
             SandboxSetupError: every uid of the range is in use.
+            OSError: no descriptor is left.
         """
         self.before_take()
         if not self._free:
             self.on_exhausted()
         for _ in range(len(self._free)):
-            uid = self._free.popleft()
+            self._free.rotate(-1)
+            uid = self._free[-1]
+            # It stays with the free ones where that fails for want of a descriptor.
             lock_fd = lock(uid, self._path)
             if lock_fd is not None:
+                self._free.pop()
                 return uid, lock_fd
-            self._free.append(uid)
         raise SandboxSetupError(
             "give the task a uid", "all uids of the range are in use: widen uid_min to uid_max"
         )

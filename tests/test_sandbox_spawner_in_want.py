@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import select
+import signal
 from collections.abc import Iterator
 
 import pytest
-from spawner_client import SpawnerClient
+from spawner_client import SpawnerClient, eventually, launchers
 
 from stockade.sandbox.limits import Limits
 from stockade.sandbox.outcome import ErrorCode, Status
@@ -61,3 +63,24 @@ def test_tasks_that_end_while_no_descriptor_is_left_are_judged_once_there_is_one
         assert client.output(seq) == output
     assert client.wait_ended(3).signal == "SIGKILL"
     assert client.run(5, "echo on")[1] == b"on\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: slots with their own uids")
+def test_pool_that_was_emptied_while_no_descriptor_is_left_is_filled_and_has_all_its_uids() -> None:
+    first = 1879044000
+    client = SpawnerClient(pool_min=1, pool_max=1, uid_min=first, uid_max=first + 2)
+    try:
+        (waiting,) = eventually(lambda: launchers(client.welcome.pid))
+        lower(client, resource.RLIMIT_NOFILE, NO_DESCRIPTORS)
+        os.kill(waiting, signal.SIGKILL)
+        # Long enough for a slot to be tried.
+        assert not select.select([client.socket], [], [], 3)[0]
+        lower(client, resource.RLIMIT_NOFILE, 1024)
+        eventually(lambda: launchers(client.welcome.pid))
+        client.start(1, ["/bin/sleep", "60"])
+        client.wait_started(1)
+        assert client.run(2, "echo on")[1] == b"on\n"
+        client.cancel(1)
+        client.wait_ended(1)
+    finally:
+        client.close()
