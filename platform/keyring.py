@@ -80,17 +80,20 @@ def clear_user_keyrings() -> bool:
 
     Returns:
         False when a task has taken the right to do so away from the uid, which is for good and for
-        root too: what it left there may still be read by whoever has the uid next.
+        root too: what it left there may still be read by whoever has the uid next. For a moment
+        also after it had used up the uid's quota of keys.
 
     Raises:
         SyscallError: EDQUOT, ENOMEM.
     """
     try:
-        for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
-            _keyctl(KEYCTL_CLEAR, keyring, 0, 0, 0)
+        # First: keys in it can use up the quota that it takes to find the others, if only to make
+        # them.
         persistent = _persistent_keyring()
         if persistent is not None:
             _keyctl(KEYCTL_CLEAR, persistent, 0, 0, 0)
+        for keyring in (KEY_SPEC_USER_KEYRING, KEY_SPEC_USER_SESSION_KEYRING):
+            _keyctl(KEYCTL_CLEAR, keyring, 0, 0, 0)
     except SyscallError as error:
         if error.errno in ABSENT:
             return True

@@ -1,5 +1,6 @@
 """Session and user keyrings, in a user namespace of the test's own: its keyrings go with it."""
 
+import os
 import subprocess
 import sys
 
@@ -111,3 +112,36 @@ except SyscallError as error:
 else:
     raise AssertionError
 """)
+
+
+FULL = """
+import ctypes, errno, os, sys, time
+from stockade.platform import keyring, syscalls
+call = ctypes.CDLL(None, use_errno=True).syscall
+number, size = syscalls.numbers(os.uname().machine)["add_key"], 16384
+keyring.join_new_session()
+os.setresuid(int(sys.argv[1]), int(sys.argv[1]), 0)
+ring = ctypes.c_long(keyring._persistent_keyring() or sys.exit("skip: no persistent keyrings"))
+while size:
+    if call(number, b"user", b"%d" % size, bytes(size), ctypes.c_size_t(size), ring) < 0:
+        assert ctypes.get_errno() == errno.EDQUOT
+    size //= 2
+# What was cleared counts until the kernel has collected it.
+end = time.monotonic() + 30
+while not keyring.clear_user_keyrings():
+    assert time.monotonic() < end
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the quota of a uid of its own")
+def test_keys_that_use_up_the_quota_of_their_uid_are_cleared_all_the_same():
+    # One without keyrings yet.
+    uid = 1870000000 + os.getpid()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(uid)],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if done.stderr.startswith("skip: "):
+        pytest.skip(done.stderr.strip().removeprefix("skip: "))
+    assert done.returncode == 0, done.stderr
