@@ -215,7 +215,8 @@ class Zygotes:
         """
         identity = self._identity() if system else None
         found = self._zygotes.get(system)
-        if found is not None and found[1] == identity:
+        # While there is no such file, what it was is the best there is.
+        if found is not None and identity in (found[1], None):
             return found[0]
         zygote = Zygote(Ground(system, self._as_root, self._work_path, self._oom_score_adj))
         self.lose(system)

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from stockade.platform.errors import SyscallError
 from stockade.sandbox import zygote_message
 from stockade.sandbox.launch_message import FD_CHANNEL
 from stockade.sandbox.oom_score import of_tasks
-from stockade.sandbox.zygote import Ground, Zygote, ZygoteLostError
+from stockade.sandbox.system_steps import Keep
+from stockade.sandbox.zygote import Ground, Zygote, ZygoteLostError, Zygotes
 from stockade.sandbox.zygote_message import FD_PASSED, Call, encode_program
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes namespaces")
@@ -140,6 +142,30 @@ def test_zygote_ends_when_we_hang_up() -> None:
     zygote = Zygote(Ground((), AS_ROOT, "/", of_tasks()))
     zygote._socket.close()
     os.waitid(os.P_PIDFD, zygote.pidfd, os.WEXITED)
+
+
+@needs_root
+def test_resolv_conf_that_is_away_for_a_while_stops_no_start_and_is_taken_up_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = Path(f"/run/stockade-test-{os.getpid()}")
+    directory.mkdir()
+    file = directory / "resolv.conf"
+    file.write_text("nameserver 127.0.0.1\n")
+    monkeypatch.setattr("stockade.sandbox.zygote.RESOLV_CONF", str(file))
+    zygotes = Zygotes(as_root=True, work_path="/", oom_score_adj=of_tasks())
+    try:
+        system = (Keep(str(file), writable=False),)
+        first = zygotes.of(system)
+        file.unlink()
+        assert zygotes.of(system) is first
+        file.write_text("nameserver 127.0.0.2\n")
+        second = zygotes.of(system)
+        assert second is not first
+        assert zygotes.of(system) is second
+    finally:
+        zygotes.close()
+        shutil.rmtree(directory)
 
 
 def test_no_signal_but_kill_ends_a_zygote(zygote: Zygote) -> None:
