@@ -115,7 +115,11 @@ class Engine:
     @property
     def environment(self) -> dict[str, str]:
         """The client's, for every verb. Registry logins are those of the spawner's user."""
-        home = pwd.getpwuid(os.geteuid()).pw_dir
+        try:
+            home = pwd.getpwuid(os.geteuid()).pw_dir
+        except KeyError:
+            # A uid without an account, such as a container's of any number.
+            home = "/"
         variables = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "LANG": "C.UTF-8",

@@ -46,6 +46,14 @@ def text(found: RunLine) -> list[str]:
 # The line
 
 
+def test_clients_environment_needs_no_account_of_the_workers_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0x7FFFFFF0)
+    found = Engine(SETTINGS, "worker-1").environment
+    assert (found["HOME"], found["DOCKER_CONFIG"]) == ("/", "/.docker")
+
+
 def test_line_has_name_labels_limits_and_the_command_after_the_image() -> None:
     limits = Limits(memory_max=64 * MIB, memory_swap_max=MIB, cpu_quota=0.5, tasks_max=20,
                     cpu_weight=200, timeout_stop=2.6, limit_nofile=16)  # fmt: skip
