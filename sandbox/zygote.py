@@ -74,11 +74,14 @@ class Ground:
 class Zygote:
     """One zygote, a child of this process, which must have a single thread when it is made.
 
+    Args:
+        launcher: a descriptor of its program; None: opens it.
+
     Raises:
         SandboxSetupError: a step failed; names it, the call and its error.
     """
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: Ground, launcher: int | None = None) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pidfd = -1
         try:
@@ -86,7 +89,7 @@ class Zygote:
                 uid, gid = os.geteuid(), os.getegid()
                 self.pid, self.pidfd = clone.clone3(ground.clone_flags)
                 if self.pid == 0:
-                    _become_zygote(ground, theirs.fileno(), uid, gid)
+                    _become_zygote(ground, launcher, theirs.fileno(), uid, gid)
             self._socket.settimeout(_START_S)
             said = self._socket.recv(_TEXT_BYTES)
             self._socket.settimeout(_ANSWER_S)
@@ -147,9 +150,20 @@ class Zygote:
             os.close(self.pidfd)
 
 
-def _become_zygote(ground: Ground, channel: int, uid: int, gid: int) -> NoReturn:
+def open_launcher() -> int:
+    """A descriptor of the launcher's program (close-on-exec).
+
+    Raises:
+        OSError: it is not there.
+    """
+    return os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _become_zygote(
+    ground: Ground, launcher: int | None, channel: int, uid: int, gid: int
+) -> NoReturn:
     try:
-        launcher = os.open(LAUNCHER, os.O_RDONLY | os.O_CLOEXEC)
+        program = open_launcher() if launcher is None else launcher
         os.setsid()
         # The worker, and perhaps its unit (OOMScoreAdjust=), are protected; tasks are not.
         with steps.named("set oom_score_adj"):
@@ -159,11 +173,13 @@ def _become_zygote(ground: Ground, channel: int, uid: int, gid: int) -> NoReturn
             _make_system(ground, uid, gid)
             os.chdir("/")
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        for target, fd in enumerate(
-            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED) for fd in (null, null, null, channel)
-        ):
+        *parked, program = [
+            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _PARKED)
+            for fd in (null, null, null, channel, program)
+        ]
+        for target, fd in enumerate(parked):
             os.dup2(fd, target)
-        os.execve(launcher, _ARGUMENTS, {})
+        os.execve(program, _ARGUMENTS, {})
     except (StockadeError, OSError) as error:
         text = str(error).encode(errors="backslashreplace")[:_TEXT_BYTES]
         with contextlib.suppress(OSError), socket.socket(fileno=channel) as peer:
@@ -198,6 +214,9 @@ class Zygotes:
     """The zygotes of a spawner by the system that they stand in, made when first asked for.
 
     One that is gone is replaced; so is one whose resolv.conf has become another file.
+
+    Raises:
+        OSError: there is no launcher's program.
     """
 
     def __init__(self, *, as_root: bool, work_path: str, oom_score_adj: int) -> None:
@@ -205,6 +224,8 @@ class Zygotes:
         self._work_path = work_path
         self._oom_score_adj = oom_score_adj
         self._resolv_conf = resolv_conf_in_run()
+        # Once: an upgrade replaces the file, and what it puts there may speak another language.
+        self._launcher = open_launcher()
         self._zygotes: dict[tuple[Step, ...], tuple[Zygote, tuple[int, int] | None]] = {}
 
     def of(self, system: tuple[Step, ...]) -> Zygote:
@@ -218,7 +239,8 @@ class Zygotes:
         # While there is no such file, what it was is the best there is.
         if found is not None and identity in (found[1], None):
             return found[0]
-        zygote = Zygote(Ground(system, self._as_root, self._work_path, self._oom_score_adj))
+        ground = Ground(system, self._as_root, self._work_path, self._oom_score_adj)
+        zygote = Zygote(ground, self._launcher)
         self.lose(system)
         self._zygotes[system] = (zygote, identity)
         return zygote
@@ -247,6 +269,9 @@ class Zygotes:
         """Ends all of them: they are gone then."""
         for system in list(self._zygotes):
             self.lose(system, wait=True)
+        if self._launcher >= 0:
+            os.close(self._launcher)
+            self._launcher = -1
 
     def lose(self, system: tuple[Step, ...], *, wait: bool = False) -> None:
         """Ends a zygote, if there is one."""

@@ -168,6 +168,18 @@ def test_resolv_conf_that_is_away_for_a_while_stops_no_start_and_is_taken_up_whe
         shutil.rmtree(directory)
 
 
+def test_zygotes_are_made_of_the_launcher_that_there_was_at_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    zygotes = Zygotes(as_root=AS_ROOT, work_path="/", oom_score_adj=of_tasks())
+    try:
+        # An upgrade removed it.
+        monkeypatch.setattr("stockade.sandbox.zygote.LAUNCHER", tmp_path / "launcher")
+        assert Copy(zygotes.of(()), []).end() == (b"", 0)
+    finally:
+        zygotes.close()
+
+
 def test_no_signal_but_kill_ends_a_zygote(zygote: Zygote) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(zygote.pid, number)
