@@ -32,7 +32,8 @@ def tmpfs_options(
     """Options of a tmpfs; None leaves the kernel's default, half of the host's memory."""
     options: dict[str, str | None] = {"mode": f"{mode:04o}"}
     if size_bytes is not None:
-        options["size"] = str(size_bytes)
+        # 0 is no limit to the kernel, which counts whole pages.
+        options["size"] = str(max(1, size_bytes))
     if inodes is not None:
         options["nr_inodes"] = str(inodes)
     if uid:

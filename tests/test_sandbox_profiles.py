@@ -199,6 +199,15 @@ def test_work_directory_has_its_quota_and_is_gone_afterwards(make: Make, profile
 
 @needs_root
 @pytest.mark.parametrize("profile", ALL)
+def test_quota_of_nothing_is_not_taken_for_none(make: Make, profile: Profile) -> None:
+    printed = make(profile).run(
+        "exec 2>&-; head -c 1M /dev/zero > big; stat -c %s big", Limits(workdir_max=0)
+    )
+    assert int(printed) <= os.sysconf("SC_PAGE_SIZE")
+
+
+@needs_root
+@pytest.mark.parametrize("profile", ALL)
 def test_files_that_come_with_a_task_lie_in_a_limited_work_directory(
     make: Make, profile: Profile
 ) -> None:
