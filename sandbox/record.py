@@ -285,9 +285,10 @@ class RecordFile:
         os.close(self.fd)
 
     def remove(self) -> None:
-        """Closes and deletes it."""
+        """Closes and deletes it. It may be gone already, as what cleans up /tmp takes old files."""
         self.close()
-        os.unlink(str(self.seq), dir_fd=self._directory_fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(str(self.seq), dir_fd=self._directory_fd)
 
 
 def recorded_slots(directory_fd: int, but: Container[int]) -> Iterator[SlotRecord]:

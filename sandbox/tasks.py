@@ -177,8 +177,7 @@ class Tasks:
     def discard(self, unused: Slot) -> None:
         """Takes back a slot that no task had: its launcher exits when its channel closes."""
         unused.let_go()
-        os.close(unused.output_fd)
-        os.unlink(unused.name, dir_fd=self.equipment.places.output)
+        self._close_output(unused)
         self._clean(unused)
 
     def _clean(self, used: Slot) -> None:
@@ -188,12 +187,16 @@ class Tasks:
         """The outcome is safe with the supervisor: record and output pipe may go."""
         del self.by_seq[task.seq]
         self._telling.forget(task.seq)
-        if task.slot.output_fd >= 0:
-            os.close(task.slot.output_fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(task.slot.name, dir_fd=self.equipment.places.output)
+        self._close_output(task.slot)
         task.record.remove()
         self._changed()
+
+    def _close_output(self, used: Slot) -> None:
+        if used.output_fd >= 0:
+            os.close(used.output_fd)
+        # Where runtime_dir is in /tmp, what cleans that up may have been here.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(used.name, dir_fd=self.equipment.places.output)
 
     def _containers_in_use(self) -> set[str]:
         return {

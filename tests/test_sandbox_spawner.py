@@ -266,6 +266,24 @@ def test_start_whose_record_cannot_be_written_is_spawn_failed_and_takes_nothing_
         assert left == []
 
 
+def test_spawner_whose_files_a_cleaner_of_tmp_removed_goes_on_and_ends() -> None:
+    client = SpawnerClient()
+    spawner = client.welcome.pid
+    eventually(lambda: len(launchers(spawner)) == 2)
+    for file in (client.home / "run/spawner/output").iterdir():
+        file.unlink()
+    client.start(1, ["/bin/true"])
+    assert client.wait_ended(1).status is Status.SUCCESS
+    client.record(1).unlink()
+    # Nothing but the acknowledgement is waited for.
+    client.send(protocol.Finish())
+    client.acknowledge(1)
+    eventually(lambda: reap(spawner))
+    client.socket.close()
+    assert os.listdir(client.home / "state/work") == []
+    shutil.rmtree(client.home)
+
+
 def test_files_are_put_into_the_work_directory(client: SpawnerClient) -> None:
     client.start(
         1, ["/bin/bash", "-c", "cat ./f; stat -c %a:%u f; id -u"], files={"f": b"content\n"}
