@@ -58,7 +58,9 @@ class Standby:
         self._dismissed: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Starts it. A standby that ends is started again."""
+        """Starts it, unless it was dismissed. A standby that ends is started again."""
+        if self._dismissed is not None:
+            return
         arguments = command(self._settings, "--standby-for", str(os.getpid()),
                             "--generation", str(self._generation + 1))  # fmt: skip
         try:

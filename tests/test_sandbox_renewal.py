@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -129,6 +130,24 @@ def test_new_tasks_go_to_the_new_spawner_and_the_old_one_finishes_its_own(
     elder.send(protocol.Acknowledge(1))
     eventually(elder.has_ended)
     assert eventually(lambda: client.reconnect().elders == ())
+
+
+def test_spawner_that_stepped_back_has_no_standby_even_if_one_was_to_be_started_again(
+    client: SpawnerClient,
+) -> None:
+    client.start(1, ["/bin/sleep", "98789"])
+    client.wait_started(1)
+    (standby,) = eventually(lambda: standbys(client))
+    os.kill(standby, signal.SIGKILL)
+    elder = renew(client)
+    # Longer than it waits before it starts another.
+    assert not select.select([elder.socket], [], [], 1.5)[0]
+    # By its command line: one that has just been started has no name of its own yet.
+    assert not lives(f"--standby-for\0{elder.pid}\0")
+    elder.send(protocol.Cancel(1))
+    assert elder.wait_ended(1).status is Status.CANCELLED
+    elder.send(protocol.Acknowledge(1))
+    eventually(elder.has_ended)
 
 
 def test_start_that_reaches_a_renewed_spawner_is_not_run(client: SpawnerClient) -> None:
