@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,17 @@ def outcome_of(ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def temporary_directory() -> Iterator[None]:
+    """One of our own: tests beside these use /tmp, too."""
+    place = make_place()
+    ENVIRONMENT["TMPDIR"] = str(place)
+    yield
+    place.rmdir()
+
+
 def leftovers() -> list[Path]:
-    return list(Path("/tmp").glob("stockade-run-*"))
+    return list(Path(ENVIRONMENT["TMPDIR"]).iterdir())
 
 
 def test_output_and_error_output_stay_apart() -> None:
