@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from stockade.platform.errors import StockadeError
 from stockade.sandbox.confinement import same_files
 from stockade.sandbox.errors import SandboxSetupError
 from stockade.sandbox.limits import Limits
@@ -108,7 +109,7 @@ class Pool:
         self._refill_timer = None
         try:
             slot = self._maker.make(self._profile, self._limits)
-        except SandboxSetupError as error:
+        except (StockadeError, OSError) as error:
             log.warning("cannot make a slot ahead of need: %s", error)
             self._plan_refill(_RETRY_S)
             return

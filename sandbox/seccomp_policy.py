@@ -90,6 +90,8 @@ SOCK_PACKET: Final = 10  # with AF_INET the kernel takes it for AF_PACKET
 # Either takes files out of their project, and so out of the quota of the work directory.
 ATTRIBUTES: Final = (FS_IOC_FSSETXATTR, FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS)
 
+# For these the kernel may load a module: DCCP, L2TP and SCTP.
+LOADED_PROTOCOLS: Final = (33, 115, socket.IPPROTO_SCTP)
 SOCKET_FAMILIES: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 
@@ -159,7 +161,7 @@ def _attributes() -> list[Rule]:
 
 
 def _sockets() -> list[Rule]:
-    """Only Unix, IPv4 and IPv6 sockets, none of them raw; and netlink to look at interfaces.
+    """Only Unix, IPv4 and IPv6 sockets, none raw or rare; and netlink to look at interfaces.
 
     In a network of its own loopback nothing else has a use: not packet, vsock (which reaches the
     hypervisor past every network namespace), Bluetooth, CAN or the kernel's crypto sockets.
@@ -172,6 +174,7 @@ def _sockets() -> list[Rule]:
             Rule("socket", _DENY, (_int(1, Is.EQUAL, kind, SOCK_TYPE_MASK),))
             for kind in (SOCK_RAW, SOCK_PACKET)
         ),
+        *(Rule("socket", _DENY, (_int(2, Is.EQUAL, each),)) for each in LOADED_PROTOCOLS),
         *(Rule("socket", ALLOW, (_int(0, Is.EQUAL, family),)) for family in SOCKET_FAMILIES),
         Rule("socket", _DENY),
         Rule("socketpair", ALLOW, (_int(0, Is.EQUAL, socket.AF_UNIX),)),

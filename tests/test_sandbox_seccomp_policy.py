@@ -125,6 +125,10 @@ def test_what_is_forbidden_by_argument_gets_eperm_and_the_rest_passes(tmp_path):
         ("socket", [2, 10, 0]),
         ("socket", [38, 5, 0]),
         ("socket", [16, 3, 12]),
+        ("socket", [2, 1, 132]),
+        ("socket", [10, 5, 132 | high]),
+        ("socket", [2, 6, 33]),
+        ("socket", [2, 2, 115]),
         ("socketpair", [30, 5, 0, 0]),
     ]
     for name in vars(clone):
@@ -139,6 +143,7 @@ def test_what_is_forbidden_by_argument_gets_eperm_and_the_rest_passes(tmp_path):
         ("personality", [0xFFFFFFFF]),
         ("socket", [1, 1, 0]),
         ("socket", [2, 1, 0]),
+        ("socket", [2, 1, 262]),
         ("socket", [16, 3, 0]),
         ("unshare", [0x400]),
     ]
