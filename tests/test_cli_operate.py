@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,32 @@ def test_logs_of_a_task_that_prints_without_end_ends(
     printed = stockade("logs", "t", worker=worker).stdout
     # The head, and of the tail, which runs ahead, little more than a piece.
     assert 5 << 20 < len(printed) < 11 << 20
+
+
+def test_logs_waits_for_the_reader_of_a_pipe_that_is_non_blocking(
+    scheduler: RecordingScheduler, worker: WorkerProcess
+) -> None:
+    scheduler.dispatch(worker.url, schedule_instance_id="t", payload="head -c 300000 /dev/zero")
+    scheduler.terminal_report("t")
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with open(read_end, "rb") as reader:
+        process = subprocess.Popen(
+            [*STOCKADE, "logs", "t", "--socket", str(worker.place / "run" / "control.sock")],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+        )
+        os.close(write_end)
+        # It is full, and the next write has to wait.
+        eventually(lambda: readable_bytes(read_end) >= 65536 or process.poll() is not None)
+        printed = reader.read()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, len(printed), errors) == (0, 300_000, b"")
+
+
+def readable_bytes(descriptor: int) -> int:
+    (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    return int(waiting)
 
 
 @pytest.mark.parametrize("command", ["logs", "explain", "cancel"])

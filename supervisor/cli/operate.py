@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from stockade.platform.errors import StockadeError
 from stockade.supervisor.cli.control_client import ControlClient
 from stockade.supervisor.cli.ended import CommandEnded
+from stockade.supervisor.cli.streams import write_some
 from stockade.supervisor.cli.task_table import aligned, clock, printable, task_table
 from stockade.supervisor.quantities import parse_seconds
 
@@ -193,4 +193,4 @@ def _write(data: bytes) -> None:
     view = memoryview(data)
     sys.stdout.flush()
     while view:
-        view = view[os.write(sys.stdout.fileno(), view) :]
+        view = view[write_some(sys.stdout.fileno(), view) :]

@@ -66,7 +66,7 @@ class Streams:
         view = memoryview(data)
         try:
             while view:
-                view = view[_write(self.copies[read_end], view) :]
+                view = view[write_some(self.copies[read_end], view) :]
         except OSError as error:
             # Nobody reads our output any more: then the task is told in the same way, by SIGPIPE.
             self.stop(read_end)
@@ -90,7 +90,12 @@ class Streams:
         return null
 
 
-def _write(descriptor: int, view: memoryview) -> int:
+def write_some(descriptor: int, view: memoryview) -> int:
+    """Writes the beginning of ``view``, waiting for a reader where need be; how much it was.
+
+    Raises:
+        OSError: nobody reads, or the disk is full.
+    """
     while True:
         try:
             return os.write(descriptor, view)
