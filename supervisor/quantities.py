@@ -20,7 +20,7 @@ MAX_SECONDS: Final = 2**31 - 1
 
 # No exponents and few digits: a wish comes from the network, and Fraction("1e999999999") is a bomb.
 _NUMBER: Final = r"[0-9]{1,20}(?:\.[0-9]{1,20})?"
-_SIZE: Final = re.compile(rf"({_NUMBER})\s*(?:([KMGTPE])(?:iB)?|B)?", re.IGNORECASE)
+_SIZE: Final = re.compile(rf"({_NUMBER})\s*(?:([KMGTPE])(?:iB)?|B)?", re.IGNORECASE | re.ASCII)
 _SIZE_UNITS: Final = {unit: 1024**power for power, unit in enumerate("KMGTPE", start=1)}
 _QUOTA: Final = re.compile(rf"({_NUMBER})\s*%")
 _SPAN_PART: Final = re.compile(rf"\s*({_NUMBER})\s*([a-z]+)\s*")

@@ -17,6 +17,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from stockade.supervisor.lasting import lasting
 from stockade.supervisor.scheduler.api import TaskApi
 from stockade.supervisor.scheduler.changes import Changes
 from stockade.supervisor.scheduler.dispatcher import Dispatcher
@@ -76,7 +77,9 @@ class Scheduler:
             await scheduler._runner.setup()
             await web.SockSite(scheduler._runner, listener, backlog=_BACKLOG).start()
             scheduler._dispatcher.start()
-            scheduler._scan = asyncio.get_running_loop().create_task(scheduler._scan_for_ever())
+            scheduler._scan = asyncio.get_running_loop().create_task(
+                lasting("scan", scheduler._scan_for_ever)
+            )
         except BaseException:
             await scheduler.close()
             raise

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from stockade.supervisor.lasting import lasting
 from stockade.supervisor.scheduler.changes import Changes
 from stockade.supervisor.scheduler.errors import ConflictError, NotFoundError, StoreError
 from stockade.supervisor.scheduler.states import Event, State
@@ -70,7 +71,7 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begins to dispatch what is queued."""
-        self._spawn(self._run())
+        self._spawn(lasting("dispatch", self._run))
         self.wake()
 
     def wake(self) -> None:
@@ -138,6 +139,7 @@ class Dispatcher:
         return worker, await self._post(worker, EXECUTE_PATH, body)
 
     async def _run(self) -> None:
+        self._wake.set()  # after a fault, what was to be sent still is
         while True:
             await self._wake.wait()
             self._wake.clear()
