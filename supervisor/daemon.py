@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import structlog
@@ -20,7 +20,6 @@ from stockade.supervisor.equipment import Equipment
 from stockade.supervisor.errors import SpawnerLostError
 from stockade.supervisor.executor import Executor
 from stockade.supervisor.journal import Journal
-from stockade.supervisor.lasting import lasting
 from stockade.supervisor.parts import Parts
 from stockade.supervisor.planning import Planner
 from stockade.supervisor.reload import Handover
@@ -37,6 +36,7 @@ log = structlog.get_logger(__name__)
 
 # Both the spawner and its standby are gone: the service manager starts the worker anew, as root.
 EXIT_NO_SPAWNER: Final = 75
+FAULT_PAUSE_S: Final = 1.0
 
 
 class Daemon:
@@ -215,6 +215,21 @@ class Daemon:
         job = self._loop.create_task(ask())
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+async def lasting(
+    name: str, work: Callable[[], Awaitable[None]], pause_s: float = FAULT_PAUSE_S
+) -> None:
+    """Does what the worker cannot be without, and begins anew after a fault in it.
+
+    A worker that takes tasks and tells nobody that it lives would be worse than one that is gone.
+    """
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("a fault; it begins anew", work=name)
+            await asyncio.sleep(pause_s)
 
 
 def _background(stack: contextlib.AsyncExitStack, work: Any) -> asyncio.Task[None]:

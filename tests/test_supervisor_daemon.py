@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import structlog
 
-from stockade.supervisor.lasting import lasting
+from stockade.supervisor.daemon import lasting
 
 
 def test_work_that_fails_is_logged_and_begins_anew() -> None:

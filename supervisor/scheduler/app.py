@@ -17,7 +17,6 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from stockade.supervisor.lasting import lasting
 from stockade.supervisor.scheduler.api import TaskApi
 from stockade.supervisor.scheduler.changes import Changes
 from stockade.supervisor.scheduler.dispatcher import Dispatcher
@@ -77,9 +76,7 @@ class Scheduler:
             await scheduler._runner.setup()
             await web.SockSite(scheduler._runner, listener, backlog=_BACKLOG).start()
             scheduler._dispatcher.start()
-            scheduler._scan = asyncio.get_running_loop().create_task(
-                lasting("scan", scheduler._scan_for_ever)
-            )
+            scheduler._scan = asyncio.get_running_loop().create_task(scheduler._scan_for_ever())
         except BaseException:
             await scheduler.close()
             raise
@@ -105,13 +102,15 @@ class Scheduler:
     async def _scan_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._settings.scan_interval_s)
-            self._workers.mark_offline()
             try:
+                self._workers.mark_offline()
                 await self._store.remove_ended(
                     time.time() - self._settings.history_s, _REMOVE_AT_ONCE
                 )
             except StoreError as error:
                 _log.error("cannot remove old tasks", error=str(error))
+            except Exception:  # noqa: BLE001 - nothing else ever looks
+                _log.exception("a fault in the look at workers and old tasks")
 
 
 def run(settings: Settings) -> None:

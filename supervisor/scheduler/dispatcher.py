@@ -17,7 +17,6 @@ import aiohttp
 import msgspec
 import structlog
 
-from stockade.supervisor.lasting import lasting
 from stockade.supervisor.scheduler.changes import Changes
 from stockade.supervisor.scheduler.errors import ConflictError, NotFoundError, StoreError
 from stockade.supervisor.scheduler.states import Event, State
@@ -71,7 +70,7 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begins to dispatch what is queued."""
-        self._spawn(lasting("dispatch", self._run))
+        self._spawn(self._run())
         self.wake()
 
     def wake(self) -> None:
@@ -139,7 +138,6 @@ class Dispatcher:
         return worker, await self._post(worker, EXECUTE_PATH, body)
 
     async def _run(self) -> None:
-        self._wake.set()  # after a fault, what was to be sent still is
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -154,6 +152,10 @@ class Dispatcher:
                         self._spawn(self._send(claim))
             except StoreError as error:
                 _log.error("cannot dispatch; trying again", error=str(error))
+                await asyncio.sleep(_STORE_RETRY_S)
+                self.wake()
+            except Exception:  # noqa: BLE001 - nothing else ever sends a task
+                _log.exception("a fault in dispatching; trying again")
                 await asyncio.sleep(_STORE_RETRY_S)
                 self.wake()
 
