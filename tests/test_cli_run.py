@@ -32,6 +32,14 @@ def stockade_run(
     )
 
 
+def begun_run(*command: str, **options: Any) -> subprocess.Popen[bytes]:
+    """A run that goes on, once its script has said that it has begun."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, **options)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    return process
+
+
 def outcome_of(ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(ended.stderr.splitlines()[-1])
     return found
@@ -218,15 +226,10 @@ def test_output_that_cannot_be_passed_on_is_no_success() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_cancels_the_command_and_leaves_nothing(number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [*STOCKADE, "run", "--json", "--", "sh", "-c", "echo begun; sleep 654.5"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENVIRONMENT,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"begun\n"
+    process = begun_run(
+        *STOCKADE, "run", "--json", "--", "sh", "-c", "echo begun; sleep 654.5",
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
     process.send_signal(number)
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + number
@@ -260,15 +263,10 @@ def test_signal_while_the_sandbox_is_set_up_cancels_and_leaves_nothing() -> None
 
 def test_hangup_that_is_ignored_cancels_nothing() -> None:
     script = "echo begun; read word; exit 7"
-    process = subprocess.Popen(
-        ["sh", "-c", 'trap "" HUP; exec "$@"', "-", *STOCKADE, "run", "--", "sh", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=ENVIRONMENT,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"begun\n"
+    process = begun_run(
+        "sh", "-c", 'trap "" HUP; exec "$@"', "-", *STOCKADE, "run", "--", "sh", "-c", script,
+        stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     status = Path(f"/proc/{process.pid}/status").read_text()
     (ignored,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")]
     assert int(ignored, 16) & 1 << signal.SIGHUP - 1
@@ -278,23 +276,12 @@ def test_hangup_that_is_ignored_cancels_nothing() -> None:
 
 
 def test_killed_run_takes_its_command_with_it() -> None:
-    process = subprocess.Popen(
-        [
-            *STOCKADE,
-            "run",
-            "--profile",
-            "process",
-            "--",
-            "sh",
-            "-c",
-            "echo begun; pwd; sleep 655.5",
-        ],
+    process = begun_run(
+        *STOCKADE, "run", "--profile", "process", "--", "sh", "-c",
+        "echo begun; pwd; sleep 655.5",
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=ENVIRONMENT,
-    )
+    )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline() == b"begun\n"
     directory = Path(process.stdout.readline().decode().strip()).parents[1]
     process.kill()
     process.wait()
