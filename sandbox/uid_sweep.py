@@ -47,7 +47,6 @@ class UidSweeper:
         self._uids = uids
         self._timer: Timer | None = None
         self._child: _Child | None = None
-        self._sweeping: frozenset[int] = frozenset()
         uids.on_used = self._uid_was_used
         uids.on_exhausted = self.finish
 
@@ -68,9 +67,8 @@ class UidSweeper:
             self._timer = None
         if self._child is None and self._uids.used:
             # Made first: a sweep that cannot begin leaves the uids to the next one.
-            self._sweeping = frozenset(self._uids.used)
             try:
-                self._child = _Child(lambda: sweep(self._sweeping))
+                self._child = _Child(lambda: sweep(self._uids.used))
             except OSError as error:
                 # Nothing to spare on this host. Who gave a uid back has no part in it.
                 log.warning("cannot sweep used uids yet: %s", error)
@@ -88,7 +86,7 @@ class UidSweeper:
         self._child.close()
         self._child = None
         found: dict[int, str] = dict.fromkeys(
-            self._sweeping, "the sweep of what its task left failed"
+            self._uids.swept, "the sweep of what its task left failed"
         )
         if said:
             found = {int(uid): why for uid, why in json.loads(said).items()}

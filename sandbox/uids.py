@@ -75,7 +75,8 @@ class UidPool:
         self.size = last - first + 1 - RESERVED
         # Back from a task, still locked, and not to be taken before they were swept.
         self.used: dict[int, int] = {}
-        self._swept: dict[int, int] = {}
+        # Of these a sweep is under way.
+        self.swept: dict[int, int] = {}
         # Those of which a sweep left something.
         self._spoiled: dict[int, int] = {}
         self.on_used: Callable[[], None] = lambda: None
@@ -160,17 +161,17 @@ class UidPool:
 
     def begin_sweep(self) -> None:
         """The used ones, until ``end_sweep``; what comes back meanwhile is for the next sweep."""
-        self._swept, self.used = self.used, {}
+        self.swept, self.used = self.used, {}
 
     def end_sweep(self, spoiled: Container[int]) -> None:
         """Those that were swept serve again, but the ``spoiled`` ones, which stay locked."""
-        for uid, lock_fd in self._swept.items():
+        for uid, lock_fd in self.swept.items():
             if uid in spoiled:
                 self._spoiled[uid] = lock_fd
                 continue
             unlock(uid, lock_fd)
             self._free.append(uid)
-        self._swept = {}
+        self.swept = {}
 
     def sweep_spoiled(self) -> None:
         """Those that could not be swept are to be swept with the used ones once more."""
