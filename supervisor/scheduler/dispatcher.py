@@ -152,12 +152,12 @@ class Dispatcher:
                         self._spawn(self._send(claim))
             except StoreError as error:
                 _log.error("cannot dispatch; trying again", error=str(error))
-                await asyncio.sleep(_STORE_RETRY_S)
-                self.wake()
             except Exception:  # noqa: BLE001 - nothing else ever sends a task
                 _log.exception("a fault in dispatching; trying again")
-                await asyncio.sleep(_STORE_RETRY_S)
-                self.wake()
+            else:
+                continue
+            await asyncio.sleep(_STORE_RETRY_S)
+            self.wake()
 
     async def _send(self, claim: Claim) -> None:
         instance = claim.instance
